@@ -37,6 +37,7 @@ PREBUILT = FOLDER / "prebuilt"  # ISA.so: of a wheel; a clone has none
 SOURCES = (
     "attention.cpp",
     "conv.cpp",
+    "drop.cpp",
     "few_bits.cpp",
     "gates.cpp",
     "packed.cpp",

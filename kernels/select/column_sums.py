@@ -94,13 +94,19 @@ def column_sums(
     scale: float,
     each: Change | None = None,
     change: Change | None = None,
+    logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum over the queries their weights on every row: H2O's score (its section 3.2) for a chunk.
 
     q [C, H, D] at the end of k [Hkv, T, D]: query j sees rows < first + j + 1. each(weights,
-    queries, rows) replaces the weights before they are summed; change as in `weight_tiles`. Returns
-    float32 [Hkv, G, T].
+    queries, rows) replaces the weights before they are summed; change as in `weight_tiles`. logits:
+    of one query, which attention has left (kernels/attention/logged.py); K is not read then.
+    Returns float32 [Hkv, G, T].
     """
+    if logits is not None:
+        queries, rows = slice(0, 1), slice(0, k.shape[1])
+        weights = (logits if change is None else change(logits, queries, rows)).softmax(-1)
+        return (weights if each is None else each(weights, queries, rows)).squeeze(2)
     kv_heads, total = k.shape[:2]
     sums = torch.zeros(kv_heads, q.shape[1] // kv_heads, total, device=q.device)
     for queries, rows, weights in weight_tiles(q, k, first, scale, change):

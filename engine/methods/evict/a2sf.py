@@ -15,7 +15,6 @@ import torch
 from engine.base.checks import fraction, integer
 from engine.methods.base import Runtime, Setup
 from engine.methods.evict.shared.accumulated_scores import Accumulating, AccumulatingRuntime
-from kernels.select.column_sums import column_sums
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,9 @@ class A2SFRuntime(AccumulatingRuntime):
         """Query j of C weighs forgetting^(C-1-j)."""
         ages = torch.arange(len(q) - 1, -1, -1, device=q.device, dtype=torch.float32)
         weights = torch.pow(torch.tensor(float(self.method.forgetting), device=q.device), ages)
-        return column_sums(
+        return self.column_sums(
             q,
             k,
             first,
-            self.scale,
             each=lambda tile, queries, rows: tile * weights[queries].unsqueeze(1),
         )

@@ -20,7 +20,6 @@ from engine.methods.base import Runtime, Setup
 from engine.methods.evict.shared.accumulated_scores import Accumulating, AccumulatingRuntime
 from engine.methods.evict.shared.store import Sequence
 from engine.methods.random_bits import mix
-from kernels.select.column_sums import column_sums
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class KeyformerRuntime(AccumulatingRuntime):
         step = 0 if self.reading else sequence.length + 1 - sequence.prompt
         tau = method.tau_init + step * method.tau_delta
         if not method.noise and tau == 1.0:
-            return column_sums(q, k, first, self.scale)
+            return self.column_sums(q, k, first)
         positions = self.key_positions(sequence, layer, number, k)
         heads = torch.arange(q.shape[1], device=q.device).view(k.shape[0], -1)
 
@@ -90,7 +89,7 @@ class KeyformerRuntime(AccumulatingRuntime):
                 logits = logits + gumbel(method.seed, layer, heads, at, positions[:, rows])
             return logits / tau
 
-        return column_sums(q, k, first, self.scale, change=change)
+        return self.column_sums(q, k, first, change=change)
 
     def key_positions(
         self, sequence: Sequence, layer: int, number: int, k: torch.Tensor

@@ -30,7 +30,6 @@ from engine.methods.evict.shared.store import Rows, Sequence, best
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
-from kernels.select.column_sums import column_sums
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class ScissorhandsRuntime(AccumulatingRuntime):
         # queries at the front that do not count
         idle = int(min(len(q), max(0, late - start)))
         q, first = q[idle:], first + idle
-        return column_sums(q, k, first, self.scale, each=below)
+        return self.column_sums(q, k, first, each=below)
 
     def trim(self, rows: Rows, budget: int, sequence: Sequence) -> Rows:
         """A full store drops many at once, and counts from zero."""

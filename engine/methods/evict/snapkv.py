@@ -21,12 +21,13 @@ from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.evict.shared.runtime import EvictingRuntime
 from engine.methods.evict.shared.settings import GROUP_RULES, Evicting
-from engine.methods.evict.shared.store import Part, Sequence, reduce_group
+from engine.methods.evict.shared.store import Part, Sequence
 from engine.model.config.config import ModelConfig
 from engine.model.rope import apply_rope
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import MOST_WINDOW, Needs
 from kernels.select.column_sums import column_sums
+from kernels.select.drop import reduce_group
 
 
 @dataclass(frozen=True)

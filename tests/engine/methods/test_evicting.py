@@ -20,7 +20,7 @@ from engine.methods.evict.keyformer import Keyformer, gumbel
 from engine.methods.evict.lm_infinite import LMInfinite
 from engine.methods.evict.pyramidkv import PyramidKV, pyramid
 from engine.methods.evict.scissorhands import Scissorhands
-from engine.methods.evict.shared.store import best, worst
+from engine.methods.evict.shared.store import best
 from engine.methods.evict.snapkv import SnapKV
 from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.evict.window import Window
@@ -28,6 +28,7 @@ from engine.methods.full import Full
 from engine.methods.omnikv.method import OmniKV
 from engine.model.rope import apply_rope
 from kernels.select.column_sums import column_sums
+from kernels.select.drop import worst
 from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_checks import SHAPES, llm_of
 

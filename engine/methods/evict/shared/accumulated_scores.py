@@ -18,11 +18,13 @@ from engine.base.checks import fraction, integer, one_of
 from engine.methods.base import Runtime, Setup
 from engine.methods.evict.shared.runtime import EvictingRuntime
 from engine.methods.evict.shared.settings import GROUP_RULES, Evicting
-from engine.methods.evict.shared.store import Part, Rows, Sequence, best, reduce_group, worst
+from engine.methods.evict.shared.store import Part, Rows, Sequence, best
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
-from kernels.select.column_sums import column_sums
+from kernels.attention.logged import decode_logged
+from kernels.select.column_sums import Change, column_sums
+from kernels.select.drop import reduce_group
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,29 @@ class AccumulatingRuntime(EvictingRuntime):
 
     method: Accumulating
 
+    def __init__(self, method: Evicting, setup: Setup):
+        super().__init__(method, setup)
+        self.logits: torch.Tensor | None = None  # of the query that has just attended
+        self._held = torch.empty(0)  # where the next logits may lie
+
+    def attend_step(
+        self,
+        sequence: Sequence,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor | None,
+        at: int,
+    ) -> torch.Tensor:
+        """Leave the query's logits too, where the kernel does."""
+        needed = q.shape[2] * k.shape[1]
+        if self._held.numel() < needed:
+            self._held = torch.empty(needed, device=q.device)
+        some = self._held, self.setup.scratch, self.setup.backend
+        out, self.logits = decode_logged(q, k, v, self.scale, *some)
+        return out
+
     def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
         """Allocate scores of everything that this prompt's queries will see: those of the store,
         those that the prompt's parts before this one have left, and zeros.
@@ -145,6 +170,19 @@ class AccumulatingRuntime(EvictingRuntime):
         """
         if not self.reading or (b, layer, number) not in self.pending:
             self.pending[b, layer, number] = self.added(b, layer, number, q, k, first, start)
+        self.logits = None
+
+    def column_sums(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        first: int,
+        each: Change | None = None,
+        change: Change | None = None,
+    ) -> torch.Tensor:
+        """As kernels/select/column_sums.py; a step's of the logits that its attention has left."""
+        logits = self.logits if len(q) else None  # of a query that counts
+        return column_sums(q, k, first, self.scale, each, change, logits)
 
     def added(
         self,
@@ -159,7 +197,7 @@ class AccumulatingRuntime(EvictingRuntime):
         """Scores [h, G, T] that queries q [C, H', D] at positions from `start` on add to k [h, T,
         D]; query j sees rows < first + j + 1.
         """
-        return column_sums(q, k, first, self.scale)
+        return self.column_sums(q, k, first)
 
     def add_scores(self, b: int, sequence: Sequence, count: int) -> None:
         """Decay the scores and add what is pending."""
@@ -198,10 +236,11 @@ class AccumulatingRuntime(EvictingRuntime):
         """Drop what is over the budget, every so many steps."""
         if rows.held < budget + self.method.every:
             return rows
+        if rows.held == budget + 1:
+            newest = sequence.length - self.method.recent(budget)
+            rows.drop_least(self.method.gqa_reduce, 0, newest, self.setup.backend)
+            return rows
         part = rows.part()
         scores = self.ranked(part, sequence.length, budget)
-        if rows.held == budget + 1:
-            rows.drop(worst(scores, part.positions))
-            return rows
         index = best(scores, part.positions, budget)
         return Rows.gather(part, index, self.method.max_rows(budget))

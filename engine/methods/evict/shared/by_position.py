@@ -19,7 +19,7 @@ from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.evict.shared.runtime import EvictingRuntime
 from engine.methods.evict.shared.settings import Evicting
-from engine.methods.evict.shared.store import Part, Rows, Sequence, worst
+from engine.methods.evict.shared.store import Part, Rows, Sequence
 from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary
 from engine.plan.layers import LayerPlan
@@ -27,6 +27,7 @@ from engine.plan.needs import Needs
 from kernels.prefill.dense import prefill_dense
 from kernels.rows.forms import floats, key_floats
 from kernels.select.column_sums import tile_floats
+from kernels.select.drop import NEWEST
 
 
 @dataclass(frozen=True)
@@ -239,9 +240,8 @@ class WindowedRuntime(EvictingRuntime):
         """Drop the oldest token that is no sink."""
         if rows.held <= budget:
             return rows
-        sinks, positions = self.method.sinks(budget, sequence.prompt), rows.part().positions
-        never = torch.iinfo(positions.dtype).max
-        rows.drop(worst(positions.masked_fill(positions < sinks, never), positions))
+        sinks = self.method.sinks(budget, sequence.prompt)
+        rows.drop_least("max", sinks, NEWEST, self.setup.backend)
         return rows
 
 

@@ -17,6 +17,7 @@ import torch
 
 from engine.model.config.config import ModelConfig
 from kernels.rows.forms import as_bytes
+from kernels.select.drop import drop_least
 
 # rows by which a store grows: copying it every 16 steps costs an eighth of reading it; small beside
 # 3% of a short text
@@ -211,14 +212,11 @@ class Rows:
                 added = self.scores.new_zeros(*self.scores.shape[:2], more)
                 self.scores = torch.cat([self.scores, added], 2)
 
-    def drop(self, slots: torch.Tensor) -> None:
-        """Forget one row per head: slots [h] int64. The last row takes its place."""
-        last, heads = self.held - 1, torch.arange(len(slots), device=slots.device)
-        for tensor in (self.k, self.v, self.positions):
-            tensor[heads, slots] = tensor[:, last].clone()  # one head: the two may be one place
-        if self.scores is not None:
-            self.scores[heads, :, slots] = self.scores[:, :, last].clone()
-        self.held = last
+    def drop_least(self, how: str, keep_below: int, keep_from: int, backend: str) -> None:
+        """Forget one row per head, of the least score (kernels/select/drop.py)."""
+        store = self.k, self.v, self.positions, self.scores
+        drop_least(*store, self.held, how, keep_below, keep_from, backend)
+        self.held -= 1
 
     def state(self, rows: bool) -> Any:
         """(first head, one past the last, positions [h, held], scores or None, base, (k, v) or
@@ -271,16 +269,3 @@ def best(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Ten
     order = torch.sort(scores.gather(1, newest), dim=1, descending=True, stable=True).indices
     chosen = newest.gather(1, order[:, :count])
     return chosen.gather(1, torch.argsort(positions.gather(1, chosen), dim=1))
-
-
-def worst(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Index int64 [h] of the smallest of scores [h, T]; of equal scores the older token's."""
-    least = scores.amin(1, keepdim=True)
-    return positions.masked_fill(scores != least, torch.iinfo(positions.dtype).max).argmin(1)
-
-
-def reduce_group(scores: torch.Tensor, how: str) -> torch.Tensor:
-    """Scores per query head [h, G, T] to one per K/V head [h, T]: "max", "mean" or "sum" over the
-    group.
-    """
-    return scores.amax(1) if how == "max" else scores.mean(1) if how == "mean" else scores.sum(1)

@@ -1,0 +1,140 @@
+"""A store of K and V drops a row per K/V head: the one of the least score, of equal scores the
+older. The last row takes its place, so that rows stay without gaps, in no order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+
+from kernels.launch.dispatch import choose
+from kernels.native.library import Binding, Case, loaded
+
+RULES = ("max", "mean", "sum")  # how the scores of a group's query heads become one
+NEWEST = torch.iinfo(torch.int32).max
+
+
+class _Call(ctypes.Structure):
+    """`Call` of drop.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("k", "v")),
+        *((name, ctypes.c_long) for name in ("key_head", "key_row", "value_head", "value_row")),
+        ("positions", ctypes.c_void_p),
+        ("position_head", ctypes.c_long),
+        ("scores", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("score_head", "score_query")),
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "key_bytes",
+                "value_bytes",
+                "heads",
+                "group",
+                "rows",
+                "how",
+                "keep_below",
+                "keep_from",
+            )
+        ),
+    ]
+
+
+_BINDING = Binding("dropping a row", omnikv_sizeof_drop_call=_Call)
+
+
+def drop_least(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    scores: torch.Tensor | None,
+    rows: int,
+    how: str = "max",
+    keep_below: int = 0,
+    keep_from: int = NEWEST,
+    backend: str = "auto",
+) -> None:
+    """Drop one of the first `rows` rows of each head.
+
+    k, v [h, T, width] floats or packed, last dim contiguous; positions int32 [h, T]; scores float32
+    [h, G, T], reduced over G by `how`, or None, which are all alike. Rows at positions below
+    `keep_below`, or from `keep_from` on, go only where there are no others. Mutates all four: the
+    row at rows - 1 is free afterwards. Raises ValueError for an unknown backend.
+    """
+    if choose(backend, k, _BINDING.usable) == "native":
+        _drop_natively(k, v, positions, scores, rows, how, keep_below, keep_from)
+        return
+    held = positions[:, :rows]
+    ranks = torch.zeros_like(held, dtype=torch.float32)
+    if scores is not None:
+        ranks = reduce_group(scores[:, :, :rows], how)
+    slots = worst(ranks.masked_fill((held < keep_below) | (held >= keep_from), float("inf")), held)
+    heads = torch.arange(len(slots), device=slots.device)
+    for tensor in (k, v, positions):
+        tensor[heads, slots] = tensor[:, rows - 1].clone()  # one head: the two may be one place
+    if scores is not None:
+        scores[heads, :, slots] = scores[:, :, rows - 1].clone()
+
+
+def worst(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Index int64 [h] of the smallest of scores [h, T]; of equal scores the older token's."""
+    least = scores.amin(1, keepdim=True)
+    return positions.masked_fill(scores != least, torch.iinfo(positions.dtype).max).argmin(1)
+
+
+def reduce_group(scores: torch.Tensor, how: str) -> torch.Tensor:
+    """Scores per query head [h, G, T] to one per K/V head [h, T]: "max", "mean" or "sum" over the
+    group.
+    """
+    return scores.amax(1) if how == "max" else scores.mean(1) if how == "mean" else scores.sum(1)
+
+
+def _drop_natively(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    scores: torch.Tensor | None,
+    rows: int,
+    how: str,
+    keep_below: int,
+    keep_from: int,
+) -> None:
+    sizes = k.element_size(), v.element_size()
+    call = _Call(
+        k.data_ptr(), v.data_ptr(),
+        k.stride(0) * sizes[0], k.stride(1) * sizes[0],
+        v.stride(0) * sizes[1], v.stride(1) * sizes[1],
+        positions.data_ptr(), positions.stride(0),
+        None if scores is None else scores.data_ptr(),
+        0 if scores is None else scores.stride(0),
+        0 if scores is None else scores.stride(1),
+        k.shape[2] * sizes[0], v.shape[2] * sizes[1],
+        len(k), 0 if scores is None else scores.shape[1], rows, RULES.index(how),
+        keep_below, keep_from,
+    )  # fmt: skip
+    loaded().omnikv_drop_least(ctypes.byref(call))
+
+
+@_BINDING.self_test
+def _dropped() -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(1)
+    k, v = torch.randn(2, 3, 37, 16, generator=generator)
+    positions = torch.stack([torch.randperm(37, generator=generator) for _ in range(3)]).int()
+    some = torch.randint(0, 5, (3, 2, 37), generator=generator).float()  # equal scores too
+    for how in RULES:
+        for scores in (some, None):
+            mine = k.clone(), v.clone(), positions.clone(), None if scores is None else some.clone()
+            theirs = (
+                k.clone(),
+                v.clone(),
+                positions.clone(),
+                None if scores is None else some.clone(),
+            )
+            _drop_natively(*mine, 36, how, 4, 30)
+            drop_least(*theirs, 36, how, 4, 30, "reference")
+            for found, expected in zip(mine[:3], theirs[:3]):
+                yield f"a row dropped by {how}", found.float(), expected.float(), torch.float32
+            if mine[3] is not None and theirs[3] is not None:
+                yield f"scores where one is dropped by {how}", mine[3], theirs[3], torch.float32

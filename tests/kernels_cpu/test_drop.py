@@ -1,0 +1,92 @@
+"""A row that leaves a store: C++ against torch's operators, and both against a loop."""
+
+import math
+
+import pytest
+import torch
+
+from kernels.attention.logged import decode_logged
+from kernels.native.library import missing
+from kernels.select.column_sums import column_sums
+from kernels.select.drop import RULES, drop_least
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+def store(heads, rows, group, dtype=torch.float32, ties=False, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(heads, rows + 3, 16, generator=generator).to(dtype) for _ in range(2))
+    positions = torch.stack([torch.randperm(rows + 3, generator=generator) for _ in range(heads)])
+    scores = torch.rand(heads, group, rows + 3, generator=generator)
+    return k, v, positions.int(), (scores * 3).floor() if ties else scores
+
+
+def dropped(positions, scores, rows, how, below, above):
+    """The slot that each head frees, by a loop over plain numbers."""
+    rule = {"max": max, "sum": sum, "mean": lambda x: sum(x) / len(x)}[how]
+    slots = []
+    for head in range(len(positions)):
+        ranked = []
+        for t in range(rows):
+            at = int(positions[head, t])
+            score = rule(scores[head, :, t].tolist()) if scores is not None else 0.0
+            ranked.append((math.inf if at < below or at >= above else score, at, t))
+        slots.append(min(ranked)[2])
+    return slots
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("how", RULES)
+@pytest.mark.parametrize("heads, rows, group", [(1, 1, 1), (3, 16, 4), (2, 127, 8), (4, 65, 2)])
+def test_the_least_row_goes_and_the_last_takes_its_place(heads, rows, group, how, ties, backend):
+    for scored in (True, False):
+        before = store(heads, rows, group, ties=ties)
+        k, v, positions, scores = (t.clone() for t in before)
+        given = scores if scored else None
+        slots = dropped(before[2], before[3] if scored else None, rows, how, 3, rows - 2)
+        drop_least(k, v, positions, given, rows, how, 3, rows - 2, backend)
+        for head, slot in enumerate(slots):
+            order = list(range(rows - 1))
+            if slot < rows - 1:
+                order[slot] = rows - 1
+            for found, old in zip((k, v, positions), before):
+                assert torch.equal(found[head, : rows - 1], old[head, order])
+                assert torch.equal(found[head, rows:], old[head, rows:])  # beyond: as they were
+            if scored:
+                assert torch.equal(scores[head, :, : rows - 1], before[3][head][:, order])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_rows_and_views_with_strides(dtype):
+    k, v, positions, scores = store(4, 40, 2, dtype)
+    wide = torch.zeros(4, 50, 2, 16, dtype=dtype)
+    wide[:, :43, 0], wide[:, :43, 1] = k, v
+    expected = [t.clone() for t in (k, v, positions, scores)]
+    drop_least(*expected, 40, "max", 0, 30, "reference")
+    drop_least(wide[:, :, 0], wide[:, :, 1], positions, scores, 40, "max", 0, 30, "native")
+    assert torch.equal(wide[:, :39, 0], expected[0][:, :39])
+    assert torch.equal(wide[:, :39, 1], expected[1][:, :39])
+    assert torch.equal(positions[:, :39], expected[2][:, :39])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 257, 1031])
+def test_attention_leaves_the_logits_whose_softmax_is_what_is_summed(rows, group, dtype):
+    generator = torch.Generator().manual_seed(rows)
+    q = torch.randn(1, 1, 2 * group, 64, generator=generator).to(dtype)
+    k, v = (torch.randn(2, rows, 64, generator=generator).to(dtype) for _ in range(2))
+    out, logits = decode_logged(q, k, v, 0.125, torch.empty(2 * group * rows))
+    assert logits is not None and logits.shape == (2, group, 1, rows)
+    wide = q.double().view(2, group, 1, 64) @ k.double().mT.unsqueeze(1) * 0.125
+    weights = wide.softmax(-1)
+    expected = (weights @ v.double().unsqueeze(1)).view(1, 1, -1, 64)
+    torch.testing.assert_close(
+        out.double(), expected, atol=2e-2 if dtype != q.float().dtype else 2e-6, rtol=0
+    )
+    plain = column_sums(q[0], k, rows - 1, 0.125)
+    left = column_sums(q[0], k, rows - 1, 0.125, logits=logits)
+    error = (plain.double() - weights.squeeze(2)).abs().max()
+    assert (left.double() - weights.squeeze(2)).abs().max() <= 2 * error + 1e-6
+    assert decode_logged(q, k, v, 0.125, torch.empty(0), backend="reference")[1] is None
