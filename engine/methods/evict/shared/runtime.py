@@ -273,8 +273,9 @@ class EvictingRuntime(Runtime):
         at = sequence.length
         if sequence.layers is None:
             k, v = (t[b] for t in step.bank.rows(layer, 0, at + 1))
+            whole = self.attend_step(sequence, layer, q, k, v, None, at)
             self.observe(b, layer, 0, q[0], k, at, at)
-            return self.attend_step(sequence, layer, q, k, v, None, at)
+            return whole
         out, (k, v) = [], step.bank.rows(layer, at, at + 1)
         for number, rows in enumerate(sequence.layers[layer]):
             rows.put(k[b, rows.heads, 0], v[b, rows.heads, 0], at)
