@@ -24,6 +24,8 @@ from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
+from kernels.attention.native import attend, attends
+from kernels.launch.dispatch import choose
 from kernels.prefill.dense import prefill_dense
 from kernels.rows.forms import floats, key_floats
 from kernels.select.column_sums import tile_floats
@@ -178,9 +180,37 @@ class WindowedRuntime(EvictingRuntime):
         window = sequence.budgets[layer] - sinks
         if at < self.method.clip_from(sinks, window):
             return super().attend_step(sequence, layer, q, k, v, positions, at)
+        if choose(self.setup.backend, q, lambda: attends(k, v, q.shape[3])) == "native":
+            return self._attend_natively(q, k, v, positions[0], at, sinks, window)
         return self.attend_window(
             q, k, v, positions[0].long(), slice(sinks, k.shape[1]), at, sinks, window
         )
+
+    def _attend_natively(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        at: int,
+        sinks: int,
+        window: int,
+    ) -> torch.Tensor:
+        """`attend_window` of one query: the window's rows by the C++ kernel where they lie, merged
+        with the few sinks by log-sum-exp.
+        """
+        rows = (positions[sinks:] > at - window).nonzero().int().add_(sinks)
+        count, stop = len(rows), k.shape[1]
+        near, lse = attend(q[0], k, v, self.scale, rows.view(1, -1), count, stop)
+        if not sinks:
+            return near[None].to(q.dtype)
+        folded = q[0].float().view(1, k.shape[0], -1, q.shape[3])
+        where = torch.tensor([at], device=q.device)
+        keys, values = key_floats(k[:, :sinks]), floats(v[:, :sinks])
+        far = self.method.sink_logits(folded, keys, where, sinks, window, self.rotary) * self.scale
+        share = torch.sigmoid(far.logsumexp(-1).view(1, -1) - lse).unsqueeze(-1)
+        some = (far.softmax(-1) @ values.unsqueeze(1)).view(near.shape)
+        return torch.lerp(near, some, share)[None].to(q.dtype)
 
     def attend_window(
         self,
