@@ -40,6 +40,7 @@ class _Call(ctypes.Structure):
                 "visited",
                 "split",
                 "threads",
+                "shared",
             )  # fmt: skip
         ),
         *((name, ctypes.c_float) for name in ("scale", "cap")),
@@ -89,8 +90,9 @@ def attend(
     """Attend with Q <= 8 new queries to `kept` rows of an index and then to the rows from `start`.
 
     q [Q, H, D] float32, bfloat16 or float16; k, v [Hkv, n, D] of any strides, last dim contiguous,
-    floats or packed, as `reads` says; index int32 [1 or Hkv, >= kept], ascending, or None with kept
-    = 0. Query j sees Q-1-j rows fewer than the last. scale: of the logits, 1/sqrt(D). logits:
+    floats or packed, as `reads` says; index int32 [1, Hkv or H, >= kept], ascending, or None with
+    kept = 0; one of H heads gives each query head rows of its own. Query j sees Q-1-j rows fewer
+    than the last. scale: of the logits, 1/sqrt(D). logits:
     float32 of at least H * visited elements, or None: takes the scaled and capped logits of the
     last query, [H, visited]. parts: float32 of at least `part_floats` elements, or None, which
     allocates. stop: rows that there are, all by default. Returns (out [Q, H, D], lse [Q, H]),
@@ -101,16 +103,19 @@ def attend(
     library = loaded()
     queries, heads, dim = q.shape
     kv_heads, rows = len(k), k.shape[1] if stop is None else stop
-    group, size = heads // kv_heads, k.element_size()
+    size = k.element_size()
+    # an index for each query head makes each a head, of which some in turn share K and V
+    units = heads if index is not None and len(index) == heads else kv_heads
+    group = heads // units
     visited = kept + rows - start
     # else something happens to q before or to the result after, in float32
     alike = narrow and softmax.sinks is None and k.dtype in FLOATS and q.is_contiguous()
     if alike:
         folded, out = q, torch.empty_like(q)
     else:
-        folded, out = _folded(q, k), torch.empty(kv_heads, queries * group, dim)
-    lse = torch.empty(kv_heads, queries * group)
-    needed = part_floats(kv_heads, queries * group, dim, visited)
+        folded, out = _folded(q, k, units), torch.empty(units, queries * group, dim)
+    lse = torch.empty(units, queries * group)
+    needed = part_floats(units, queries * group, dim, visited)
     if parts is None or parts.numel() < needed:
         parts = torch.empty(needed)
     call = _Call(
@@ -120,8 +125,8 @@ def attend(
         0 if index is None or len(index) == 1 else index.stride(0),
         out.data_ptr(), lse.data_ptr(), parts.data_ptr(),
         None if logits is None else logits.data_ptr(), visited,
-        kv_heads, queries, group, dim, kept, start, visited, SPLIT, torch.get_num_threads(),
-        scale, softmax.cap,
+        units, queries, group, dim, kept, start, visited, SPLIT, torch.get_num_threads(),
+        units // kv_heads, scale, softmax.cap,
     )  # fmt: skip
     if alike:
         pointers = ctypes.c_void_p(q.data_ptr()), ctypes.c_void_p(out.data_ptr())
@@ -141,12 +146,12 @@ def _of_queries(found: torch.Tensor, queries: int) -> torch.Tensor:
     return found.reshape(queries, -1, found.shape[-1])
 
 
-def _folded(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Queries [Q, H, D] as the kernel takes them: float32 [Hkv, Q * group, D]."""
+def _folded(q: torch.Tensor, k: torch.Tensor, units: int) -> torch.Tensor:
+    """Queries [Q, H, D] as the kernel takes them: float32 [units, Q * group, D]."""
     queries, heads, dim = q.shape
     wide = stored_queries(q.float(), k)
     if queries > 1:
-        wide = wide.view(queries, len(k), heads // len(k), dim).transpose(0, 1)
+        wide = wide.view(queries, units, heads // units, dim).transpose(0, 1)
     return wide.contiguous()
 
 
@@ -262,6 +267,12 @@ def _attention() -> Iterator[Case]:
         some = wide_k[:, chosen], wide_v[:, chosen]
         expected, _ = attend_alone(wide_q, *some, visible, 0.125)
         yield f"attention to chosen rows in {dtype}", found, expected, dtype
+        each = torch.stack([index[i : i + 9] for i in range(6)])
+        found, _ = attend(q[1:], k, v, 0.125, each, 9, 300)
+        for head, rows in enumerate(each.long()):
+            some = wide_k[head // 3, None, rows], wide_v[head // 3, None, rows]
+            expected, _ = attend_alone(wide_q[1:, head : head + 1], *some, [9], 0.125)
+            yield f"a head's own rows in {dtype}", found[:, head : head + 1], expected, dtype
 
 
 @_PACKED.self_test

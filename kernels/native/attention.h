@@ -245,6 +245,7 @@ struct Call {
     float *logits;                                  // [heads][group][ahead], of the last query, or NULL
     long ahead;
     int heads, queries, group, dim, kept, start, visited, split, threads;
+    int shared;  // heads in turn that read the same K and V, each by an index of its own; mostly 1
     float scale;  // of logits
     float cap;  // logits become cap * tanh(logits / cap); 0: they stay
 };
@@ -256,7 +257,8 @@ static void attend_split(const Call &c, int head, int s) {
     const int splits = (c.visited + c.split - 1) / c.split;
     float *part = c.parts + ((long)head * splits + s) * rows * (c.dim + 2);
     float *bests = part + (long)rows * c.dim, *sums = bests + rows;
-    const Run run = {c.k + head * c.key_head, c.v + head * c.value_head, c.key_row, c.value_row,
+    const int lies = head / c.shared;
+    const Run run = {c.k + lies * c.key_head, c.v + lies * c.value_head, c.key_row, c.value_row,
                      c.index ? c.index + head * c.index_head : nullptr, c.kept, c.start};
     const int last = (c.queries - 1) * c.group;
     Decoded<K> keys;

@@ -100,7 +100,7 @@ def column_sums(
 
     q [C, H, D] at the end of k [Hkv, T, D]: query j sees rows < first + j + 1. each(weights,
     queries, rows) replaces the weights before they are summed; change as in `weight_tiles`. logits:
-    of one query, which attention has left (kernels/attention/logged.py); K is not read then.
+    of one query, which attention has left (kernels.attention.dense.py); K is not read then.
     Returns float32 [Hkv, G, T].
     """
     if logits is not None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.attention.logged import decode_logged
+from kernels.attention.dense import decode_logged
 from kernels.native.library import missing
 from kernels.select.column_sums import column_sums
 from kernels.select.drop import RULES, drop_least

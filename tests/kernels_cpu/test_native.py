@@ -97,6 +97,26 @@ def test_logits_far_apart_neither_overflow_nor_vanish():
         assert torch.allclose(out[0, 0, 0], v[0, 0, 899], atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("kept", [1, 15, 16, 17, 257, SPLIT + 1])
+def test_query_heads_read_rows_of_their_own(kept, group, dtype):
+    heads, rows = 2 * group, 2 * kept + 5
+    k, v = torch.randn(2, 2, rows, 64).to(dtype)
+    q = torch.randn(1, heads, 64).to(dtype)
+    index = torch.stack([torch.randperm(rows)[:kept].sort().values for _ in range(heads)]).int()
+    logits = torch.empty(heads * kept)
+    out, lse = attend(q, k, v, 0.125, index, kept, rows, logits)
+    for head, chosen in enumerate(index.long()):
+        some_k, some_v = (t[head // group, chosen].double() for t in (k, v))
+        expected = some_k @ q[0, head].double() * 0.125
+        assert (logits.view(heads, kept)[head] - expected).abs().max() < 2e-2
+        torch.testing.assert_close(lse[0, head].double(), expected.logsumexp(0), atol=2e-2, rtol=0)
+        weighed = expected.softmax(0) @ some_v
+        close = 2e-6 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(out[0, head].double(), weighed, atol=close, rtol=0)
+
+
 def test_chosen_rows_are_read_where_they_lie(monkeypatch):
     monkeypatch.setattr(torch, "index_select", None)
     k, v = torch.randn(2, 1, 2, 500, 64)

@@ -18,8 +18,11 @@ from engine.methods.base import Method, Runtime, Setup
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan, Role
 from engine.plan.needs import Needs
+from kernels.attention.native import attend as attend_natively
+from kernels.attention.native import attends
 from kernels.attention.reference import attend
 from kernels.attention.sparse import decode_sparse
+from kernels.launch.dispatch import choose
 from kernels.prefill.dense import attend_rows
 
 DEFAULT_TOKENS = 2048
@@ -184,6 +187,12 @@ class Selecting(Runtime):
         """Every query head reads its choice and no tail. index [B, H, K]."""
         out, group = torch.empty_like(q), index.shape[1] // k.shape[1]
         softmax = self.softmax[layer]
+        if choose(self.setup.backend, q, lambda: attends(k, v, q.shape[3])) == "native":
+            for b, kept in enumerate(counts.tolist()):
+                own = self.scale, index[b], kept, k.shape[2], None, softmax
+                for j, one in enumerate(q[b]):  # each query sees all that is chosen
+                    out[b, j] = attend_natively(one[None], k[b], v[b], *own)[0][0]
+            return out
         kv_head = torch.arange(index.shape[1], device=q.device).unsqueeze(1) // group
         for b, kept in enumerate(counts.tolist()):
             rows = index[b, :, :kept].long()

@@ -22,7 +22,7 @@ from engine.methods.evict.shared.store import Part, Rows, Sequence, best
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
-from kernels.attention.logged import decode_logged
+from kernels.attention.dense import decode_logged
 from kernels.select.column_sums import Change, column_sums
 from kernels.select.drop import reduce_group
 
