@@ -102,7 +102,6 @@ class AccumulatingRuntime(EvictingRuntime):
     def __init__(self, method: Evicting, setup: Setup):
         super().__init__(method, setup)
         self.logits: torch.Tensor | None = None  # of the query that has just attended
-        self._held = torch.empty(0)  # where the next logits may lie
 
     def attend_step(
         self,
@@ -115,11 +114,8 @@ class AccumulatingRuntime(EvictingRuntime):
         at: int,
     ) -> torch.Tensor:
         """Leave the query's logits too, where the kernel does."""
-        needed = q.shape[2] * k.shape[1]
-        if self._held.numel() < needed:
-            self._held = torch.empty(needed, device=q.device)
-        some = self._held, self.setup.scratch, self.setup.backend
-        out, self.logits = decode_logged(q, k, v, self.scale, *some)
+        given = self.scale, self.setup.scratch, self.setup.backend
+        out, self.logits = decode_logged(q, k, v, *given)
         return out
 
     def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
