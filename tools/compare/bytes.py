@@ -80,7 +80,7 @@ def device_share(llm: LLM, method: Method, capacity: int) -> float:
         assert isinstance(resolved, Evicting)
         method = resolved
         stored = method.held_bytes(layers, llm.config, size, capacity - 1, 1)
-        rows = stored // row_bytes(llm.config, size, method.scored)
+        rows = stored // row_bytes(llm.config, size, method.scores_of(llm.config))
         kv = llm.config.kv_bytes(size) / llm.config.num_kv_heads
         return rows * kv / full_bytes(llm, capacity)
     plan = offloaded(llm, method, capacity).plan()

@@ -69,7 +69,7 @@ class H2OPlus(H2O):
             min(capacity, self.budget(plan, capacity)) + self.waiting(capacity)
         )
         stores = 2 * self.store_rows(plan, capacity)
-        row = row_bytes(config, itemsize, self.scored)
+        row = row_bytes(config, itemsize, self.scores_of(config))
         return stores * config.num_kv_heads * row + 8 * config.num_heads * rows
 
     def waiting(self, capacity: int) -> int:

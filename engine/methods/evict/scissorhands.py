@@ -125,7 +125,7 @@ class ScissorhandsRuntime(AccumulatingRuntime):
         q, first = q[idle:], first + idle
         return self.column_sums(q, k, first, each=below)
 
-    def trim(self, rows: Rows, budget: int, sequence: Sequence) -> Rows:
+    def trim(self, rows: Rows, budget: int, sequence: Sequence, layer: int) -> Rows:
         """A full store drops many at once, and counts from zero."""
         if rows.held <= self.method.most(budget):
             return rows

@@ -23,7 +23,6 @@ from engine.methods.evict.shared.runtime import EvictingRuntime
 from engine.methods.evict.shared.settings import GROUP_RULES, Evicting
 from engine.methods.evict.shared.store import Part, Sequence
 from engine.model.config.config import ModelConfig
-from engine.model.rope import apply_rope
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import MOST_WINDOW, Needs
 from kernels.select.column_sums import column_sums
@@ -82,11 +81,14 @@ class SnapRuntime(EvictingRuntime):
         """Pooled scores, infinite in the window."""
         assert step is not None, "SnapKV cuts at a prompt's end only"
         k, window = part.k, min(self.method.window, sequence.length)
-        at = torch.arange(sequence.length - window, sequence.length, device=k.device).unsqueeze(0)
-        q = apply_rope(step.query_ring.read(layer, at), *step.rotary.at(at, sequence.length, layer))
-        sums = column_sums(self.queries(q, part.heads)[0], k, k.shape[1] - window, self.scale)
+        q = self.newest_queries(sequence, layer, part.heads, window, step)
+        sums = column_sums(q, k, k.shape[1] - window, self.scale)
         scores = reduce_group(sums / window, self.method.gqa_reduce)[:, :-window]
-        if scores.shape[1]:
-            pool = functional.max_pool1d if self.method.pool == "max" else functional.avg_pool1d
-            scores = pool(scores, self.method.kernel, 1, self.method.kernel // 2)
-        return functional.pad(scores, (0, window), value=float("inf"))
+        return functional.pad(self.pooled(scores), (0, window), value=float("inf"))
+
+    def pooled(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [.., T] pooled along the text."""
+        if scores.shape[-1] == 0:
+            return scores
+        pool = functional.max_pool1d if self.method.pool == "max" else functional.avg_pool1d
+        return pool(scores, self.method.kernel, 1, self.method.kernel // 2)

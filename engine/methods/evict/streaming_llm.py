@@ -99,5 +99,5 @@ class TrimmedOnceRuntime(WindowedRuntime):
     attend_rows = EvictingRuntime.attend_rows
     attend_step = EvictingRuntime.attend_step
 
-    def trim(self, rows: Rows, budget: int, sequence: Sequence) -> Rows:
+    def trim(self, rows: Rows, budget: int, sequence: Sequence, layer: int) -> Rows:
         return rows

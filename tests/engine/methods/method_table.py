@@ -28,15 +28,21 @@ from engine.methods.controls.brutal_offload import BrutalOffload
 from engine.methods.controls.controls import OmniKVNewest, OmniKVOne, OmniKVRandom
 from engine.methods.evict.a2sf import A2SF
 from engine.methods.evict.ada_snapkv import AdaPyramid, AdaSnapKV
+from engine.methods.evict.expected_attention import ExpectedAttention
 from engine.methods.evict.h2o import H2O
 from engine.methods.evict.h2o_plus import H2OPlus
 from engine.methods.evict.keyformer import Keyformer
 from engine.methods.evict.lm_infinite import LMInfinite
 from engine.methods.evict.pyramidkv import PyramidKV
+from engine.methods.evict.random_eviction import RandomEvictionAll
+from engine.methods.evict.rkv import RKV
+from engine.methods.evict.roco import RoCo
 from engine.methods.evict.scissorhands import Scissorhands
 from engine.methods.evict.snapkv import SnapKV
 from engine.methods.evict.streaming_llm import StreamingLLM
+from engine.methods.evict.vase import VaSE
 from engine.methods.evict.window import Window
+from engine.methods.evict.zigzagkv import ZigZagKV
 from engine.methods.full import Full
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.select.infllm import InfLLM
@@ -315,6 +321,46 @@ TABLE = (
         (AdaPyramid(tokens=80, kernel=1),),
         retained_rows,
         evicts=True,
+    ),
+    Row(
+        "zigzagkv",
+        ZigZagKV(tokens=CAPACITY),
+        (ZigZagKV(tokens=120),),
+        retained_rows,
+        evicts=True,
+    ),
+    Row(
+        "rkv",
+        RKV(tokens=CAPACITY),
+        (RKV(tokens=40, every=8),),
+        retained_rows,
+        evicts=True,
+        without={"U8": "it drops what resembles what it keeps, and planted keys are alike"},
+    ),
+    Row(
+        "vase",
+        VaSE(tokens=CAPACITY),
+        (VaSE(tokens=100, window=16, every=16),),
+        retained_rows,
+        evicts=True,
+        random=True,
+    ),
+    Row(
+        "expected_attention",
+        ExpectedAttention(tokens=CAPACITY),
+        (ExpectedAttention(tokens=40),),
+        retained_rows,
+        evicts=True,
+    ),
+    Row("roco", RoCo(tokens=CAPACITY), (RoCo(tokens=40),), retained_rows, evicts=True),
+    Row(
+        "random_eviction_all",
+        RandomEvictionAll(tokens=CAPACITY),
+        (RandomEvictionAll(tokens=40, every=5),),
+        retained_rows,
+        evicts=True,
+        random=True,
+        without={"U8": "it chooses by chance, whatever the scores"},
     ),
     Row("brutal_offload", BrutalOffload(layers=3, ahead=2), offload="host"),
     Row(

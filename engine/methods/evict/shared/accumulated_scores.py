@@ -80,14 +80,15 @@ class Accumulating(Evicting):
     ) -> int:
         """Where nothing is cut yet, the scores of all tokens."""
         if self.cut == "first_step" and generated == 0:
-            return 4 * config.num_layers * config.num_heads * prompt
+            return 4 * config.num_layers * config.num_kv_heads * self.scores_of(config) * prompt
         return super().held_bytes(plan, config, itemsize, prompt, generated)
 
     def store_bytes(
         self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int
     ) -> int:
         """The store, and twice the scores of a whole prompt."""
-        scores = 8 * config.num_layers * config.num_heads * capacity
+        heads = config.num_kv_heads * self.scores_of(config)
+        scores = 8 * config.num_layers * heads * capacity
         return super().store_bytes(plan, config, itemsize, capacity) + scores
 
     def runtime(self, setup: Setup) -> Runtime:
@@ -134,7 +135,7 @@ class AccumulatingRuntime(EvictingRuntime):
             seen = held + sequence.length - sequence.since
             sums = torch.zeros(
                 self.heads,
-                self.setup.config.group,
+                self.method.scores_of(self.setup.config),
                 seen + stop - sequence.length,
                 device=self.setup.device,
             )
@@ -207,7 +208,8 @@ class AccumulatingRuntime(EvictingRuntime):
             return
         sums = sequence.sums
         if sums is None:
-            none = torch.zeros(self.heads, self.setup.config.group, 0, device=self.setup.device)
+            count = self.method.scores_of(self.setup.config)
+            none = torch.zeros(self.heads, count, 0, device=self.setup.device)
             sums = [none] * self.plan.num_layers
             sequence.keep_sums(sums)
         for layer, old in enumerate(sums):
@@ -228,7 +230,7 @@ class AccumulatingRuntime(EvictingRuntime):
         newest = part.positions >= length - self.method.recent(budget)
         return scores.masked_fill(newest, float("inf"))
 
-    def trim(self, rows: Rows, budget: int, sequence: Sequence) -> Rows:
+    def trim(self, rows: Rows, budget: int, sequence: Sequence, layer: int) -> Rows:
         """Drop what is over the budget, every so many steps."""
         if rows.held < budget + self.method.every:
             return rows

@@ -266,7 +266,7 @@ class WindowedRuntime(EvictingRuntime):
         sinks, _ = self.sizes(sequence.length)
         return part.positions.float().masked_fill(part.positions < sinks, float("inf"))
 
-    def trim(self, rows: Rows, budget: int, sequence: Sequence) -> Rows:
+    def trim(self, rows: Rows, budget: int, sequence: Sequence, layer: int) -> Rows:
         """Drop the oldest token that is no sink."""
         if rows.held <= budget:
             return rows

@@ -27,6 +27,7 @@ from engine.methods.base import Runtime, Setup
 from engine.methods.evict.shared.saved_rows import checked_layers
 from engine.methods.evict.shared.settings import Evicting
 from engine.methods.evict.shared.store import Part, Rows, Sequence, best
+from engine.model.rope import apply_rope
 from kernels.attention.dense import decode_dense
 from kernels.prefill.dense import prefill_dense
 
@@ -47,6 +48,7 @@ class EvictingRuntime(Runtime):
         self.reading = False  # whether a prompt is being read
         self.total: float = 0  # the length at which that prompt ends; infinite while it goes on
         self.bank: Bank | None = None
+        self.step: Step | None = None  # the latest step of an answer
         # (sequence, layer, part number) -> scores of the chunk or step under way
         self.pending: dict[Any, Any] = {}
 
@@ -55,9 +57,14 @@ class EvictingRuntime(Runtime):
     def rank(self, sequence: Sequence, layer: int, part: Part, step: Step | None) -> torch.Tensor:
         """Score every token of a part [h, T], higher is kept longer; inf: always.
 
-        step: the newest token's at a prompt's end; None after a step of the answer.
+        step: the newest token's, at a prompt's end and where `trim` ranks after a step of the
+        answer; None where the first step of an answer cuts.
         """
         raise NotImplementedError
+
+    def layer_budgets(self, length: int, step: Step) -> list[int]:
+        """Budget of each layer at the end of a prompt of `length` tokens, before it is cut."""
+        return self.method.budgets(self.plan, length)
 
     def choose(
         self, sequence: Sequence, layer: int, parts: list[Part], step: Step | None
@@ -120,8 +127,8 @@ class EvictingRuntime(Runtime):
         counted yet.
         """
 
-    def trim(self, rows: Rows, budget: int, sequence: Sequence) -> Rows:
-        """The store after a step: as it is, or without what is over the budget."""
+    def trim(self, rows: Rows, budget: int, sequence: Sequence, layer: int) -> Rows:
+        """A layer's store after a step: as it is, or without what is over the budget."""
         return rows
 
     # ---------------------------------------------------------------- what is held
@@ -205,6 +212,21 @@ class EvictingRuntime(Runtime):
         group = self.setup.config.group
         return q[:, :, heads.start * group : heads.stop * group]
 
+    def newest_queries(
+        self, sequence: Sequence, layer: int, heads: slice, count: int, step: Step
+    ) -> torch.Tensor:
+        """The newest `count` queries of a sequence, rotated, of the query heads of a slice of K/V
+        heads: [count, G * h, D]. A method that asks for them at a prompt's end says so in
+        Needs.prompt_window; in an answer they must be of its own steps.
+        """
+        b = next(i for i, other in enumerate(self.sequences) if other is sequence)
+        length = sequence.length
+        at = torch.arange(length - count, length, device=step.positions.device).unsqueeze(0)
+        # a prompt's tokens have the frequencies of its whole length
+        total = length if length == sequence.prompt else None
+        q = step.query_ring.read(layer, at)[b : b + 1]
+        return self.queries(apply_rope(q, *step.rotary.at(at, total, layer)), heads)[0]
+
     def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         """A chunk attends to the store and to this prompt's tokens."""
         self.bank, out, since = bank, [], self.sequences[0].since
@@ -220,7 +242,7 @@ class EvictingRuntime(Runtime):
         if step is None:
             return
         self.bank = step.bank
-        sequence.read_to(length, self.method.budgets(self.plan, length))
+        sequence.read_to(length, self.layer_budgets(length, step))
         if self.method.cut == "prefill":
             self.fold(0, step, self.choose)
         elif sequence.layers is not None:
@@ -249,7 +271,7 @@ class EvictingRuntime(Runtime):
         ):
             positions = sequence.positions(layer, number, held, len(k), k.device)
             scores = None
-            if sequence.sums is not None:
+            if self.method.scored and sequence.sums is not None:
                 scores = sequence.sums[layer][heads, :, : k.shape[1]]
             parts.append(Part(heads, k, v, positions, scores))
         if choose is None:
@@ -263,7 +285,7 @@ class EvictingRuntime(Runtime):
 
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """One new token per sequence attends to its store and itself."""
-        self.bank, self.reading = step.bank, False
+        self.bank, self.reading, self.step = step.bank, False, step
         return torch.cat(
             [self._attend(b, layer, q[b : b + 1], step) for b in range(len(self.sequences))]
         )
@@ -309,10 +331,10 @@ class EvictingRuntime(Runtime):
             self.fold(b, None, self.choose if self.method.cut == "first_step" else None)
             return
         sequence.stored()
-        for budget, parts in zip(sequence.budgets, sequence.layers):
+        for layer, (budget, parts) in enumerate(zip(sequence.budgets, sequence.layers)):
             for number, rows in enumerate(parts):
                 rows.held += 1
-                parts[number] = self.trim(rows, budget, sequence)
+                parts[number] = self.trim(rows, budget, sequence, layer)
                 parts[number].make_room(self.method.max_rows(budget))
 
     # ---------------------------------------------------------------- going back, copies
@@ -353,7 +375,8 @@ class EvictingRuntime(Runtime):
             return state
         if len(budgets) != self.plan.num_layers:
             raise ValueError("budgets")
-        layers = checked_layers(layers, self.setup, self.method.scored, length)
+        scores = self.method.scores_of(self.setup.config)
+        layers = checked_layers(layers, self.setup, scores, length)
         return at, (since, prompt, reading, total), list(budgets), layers, None
 
     def load(self, state: Any, length: int | None) -> None:

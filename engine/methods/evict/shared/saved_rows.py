@@ -10,16 +10,17 @@ from engine.methods.base import Setup
 from kernels.rows.forms import row_widths
 
 
-def checked_layers(layers: Any, setup: Setup, scored: bool, length: int) -> list[list[Any]]:
+def checked_layers(layers: Any, setup: Setup, scores: int, length: int) -> list[list[Any]]:
     """Return the layers of a state (Rows.state, with rows) at `length` tokens, on the session's
-    device. Raises ValueError if they are no store of such a session.
+    device. scores: float32 scores with each row. Raises ValueError if they are no store of such a
+    session.
     """
     if not isinstance(layers, list) or len(layers) != setup.config.num_layers:
         raise ValueError("layers")
-    return [_checked_layer(parts, setup, scored, length) for parts in layers]
+    return [_checked_layer(parts, setup, scores, length) for parts in layers]
 
 
-def _checked_layer(parts: Any, setup: Setup, scored: bool, length: int) -> list[Any]:
+def _checked_layer(parts: Any, setup: Setup, many: int, length: int) -> list[Any]:
     found, at = [], 0
     for first, stop, positions, scores, base, kv in parts:
         whole = type(first) is type(stop) is type(base) is int
@@ -28,7 +29,7 @@ def _checked_layer(parts: Any, setup: Setup, scored: bool, length: int) -> list[
         at, count = stop, _checked_positions(positions, stop - first, length)
         if not 0 <= base <= count:
             raise ValueError("base")
-        _require(scores, scored, (stop - first, setup.config.group, count), torch.float32)
+        _require(scores, many > 0, (stop - first, many, count), torch.float32)
         dtype = setup.config.row_dtype(setup.dtype)
         for side, width in zip(kv, row_widths(setup.config.head_dim, dtype), strict=True):
             _require(side, True, (stop - first, count, width), dtype)

@@ -37,7 +37,7 @@ class Evicting(Method):
     forget: bool = False
 
     named = False
-    scored = False  # whether the store keeps a float32 score per query head with every token
+    scored = False  # whether the store keeps float32 scores with every token (`scores_of`)
     # when a first prompt is cut: at its end, or after the "first_step" of the answer
     cut = "prefill"
     min_tokens = 1  # that a head keeps whatever the budget
@@ -100,6 +100,10 @@ class Evicting(Method):
             proportional=self.tokens is None,
         )
 
+    def scores_of(self, config: ModelConfig) -> int:
+        """Float32 scores that the store keeps with each row of a K/V head."""
+        return config.group if self.scored else 0
+
     def waiting(self, capacity: int) -> int:
         """Rows of a layer beside a chunk's that wait for a cut, in a session of `capacity` tokens
         that forgets: by default a prompt's, until its end.
@@ -115,7 +119,7 @@ class Evicting(Method):
         if self.cut == "first_step":
             return 0
         rows = sum(min(capacity, budget) for budget in self.budgets(plan, capacity))
-        return rows * config.num_kv_heads * row_bytes(config, itemsize, self.scored)
+        return rows * config.num_kv_heads * row_bytes(config, itemsize, self.scores_of(config))
 
     def prompt_rows(
         self,
@@ -181,7 +185,7 @@ class Evicting(Method):
         beside its bank, or without one.
         """
         rows = self.rows_reserved(plan, prompt, generated)
-        return rows * config.num_kv_heads * row_bytes(config, itemsize, self.scored)
+        return rows * config.num_kv_heads * row_bytes(config, itemsize, self.scores_of(config))
 
     def store_bytes(
         self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int
@@ -190,7 +194,7 @@ class Evicting(Method):
         ANSWER tokens, which stay where nothing is evicted in an answer.
         """
         rows = self.store_rows(plan, capacity)
-        return rows * config.num_kv_heads * row_bytes(config, itemsize, self.scored)
+        return rows * config.num_kv_heads * row_bytes(config, itemsize, self.scores_of(config))
 
     def store_rows(self, plan: LayerPlan, capacity: int) -> int:
         """Rows of all layers in `store_bytes`, per K/V head."""
@@ -214,7 +218,11 @@ class Evicting(Method):
         if all(self.max_rows(budget) is not None for budget in self.budgets(plan, capacity)):
             return f"the most that is kept{'' if self.forget else ' beside the bank'}"
         answer = answer_tokens(capacity)
-        token = plan.num_layers * config.num_kv_heads * row_bytes(config, itemsize, self.scored)
+        token = (
+            plan.num_layers
+            * config.num_kv_heads
+            * row_bytes(config, itemsize, self.scores_of(config))
+        )
         return (
             f"beside the bank, after a prompt of {capacity - answer} tokens and an answer of "
             f"{answer}; {human(token)} a token of a longer answer"

@@ -32,12 +32,10 @@ def reserved(base: int, held: int, most: int | None = None) -> int:
     return rows if most is None else max(held + 1, min(rows, most))
 
 
-def row_bytes(config: ModelConfig, itemsize: int, scored: bool) -> int:
-    """Bytes of one retained token in one K/V head: K, V, position (int32), and a float32 score per
-    query head if `scored`.
-    """
+def row_bytes(config: ModelConfig, itemsize: int, scores: int) -> int:
+    """Bytes of one retained token in one K/V head: K, V, position (int32), and float32 scores."""
     row = config.kv_bytes(itemsize) // config.num_kv_heads
-    return row + 4 + (4 * config.group if scored else 0)
+    return row + 4 + 4 * scores
 
 
 class Part(NamedTuple):

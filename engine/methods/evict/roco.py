@@ -1,0 +1,100 @@
+"""RoCo: evict what receives little attention on the mean, but not where that attention varies much.
+
+Source: Ren and Zhu, On the Efficacy of Eviction Policy (2024), by its abstract and the code of
+EasyKV. Each token keeps the mean and the standard deviation of the attention that it has received,
+over all queries that saw it; over a group the weights are averaged first. Of a full store the
+tokens of the largest deviation, 30% of the budget, and the newest 10 stay; of the others those of
+the smallest mean go. A prompt is read by full attention and cut once; the code evicts in it as it
+goes, `stride` tokens at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.base.checks import integer
+from engine.methods.base import Runtime, Setup
+from engine.methods.evict.shared.accumulated_scores import Accumulating, AccumulatingRuntime
+from engine.methods.evict.shared.store import Part, Rows, Sequence, best
+from engine.model.config.config import ModelConfig
+from kernels.select.column_sums import weight_tiles
+
+Reduce = Callable[[torch.Tensor, int], torch.Tensor]
+REDUCE: dict[str, Reduce] = {"max": torch.amax, "mean": torch.mean, "sum": torch.sum}
+
+
+@dataclass(frozen=True)
+class RoCo(Accumulating):
+    """newest: newest tokens that stay, at most the budget. recent_share: part of the budget that is
+    kept for a large deviation, the newest among it. gqa_reduce: of a group's weights, before they
+    are counted.
+    """
+
+    full_prompts = True
+
+    recent_share: float = 0.3
+    gqa_reduce: str = "mean"
+    newest: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        integer("newest", self.newest, 0)
+
+    def recent(self, budget: int) -> int:
+        return min(self.newest, budget)
+
+    def scores_of(self, config: ModelConfig) -> int:
+        """The sum of weights, and that of their squares."""
+        return 2
+
+    def runtime(self, setup: Setup) -> Runtime:
+        return RoCoRuntime(self, setup)
+
+
+class RoCoRuntime(AccumulatingRuntime):
+    """A token has been seen by every query since it came, while it stays."""
+
+    method: RoCo
+
+    def added(
+        self,
+        b: int,
+        layer: int,
+        number: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        first: int,
+        start: int,
+    ) -> torch.Tensor:
+        """Sums of the queries' weights and of their squares: [h, 2, T]."""
+        reduce = REDUCE[self.method.gqa_reduce]
+        sums = torch.zeros(len(k), 2, k.shape[1], device=q.device)
+        for _, rows, weights in weight_tiles(q, k, first, self.scale):
+            one = reduce(weights, 1)
+            sums[:, 0, rows] += one.sum(1)
+            sums[:, 1, rows] += one.square().sum(1)
+        return sums
+
+    def ranked(self, part: Part, length: int, budget: int) -> torch.Tensor:
+        """Means [h, T], infinite for what is kept whatever its mean."""
+        assert part.scores is not None
+        seen = (length - part.positions).float()
+        mean, square = part.scores[:, 0] / seen, part.scores[:, 1] / seen
+        deviation = (square - mean.square()).clamp(min=0).sqrt()
+        newest = part.positions >= length - self.method.recent(budget)
+        deviation.masked_fill_(newest, float("inf"))
+        # of budget + 1 tokens the code lets budget - share * budget be chosen from
+        count = min(budget, math.floor(self.method.recent_share * budget) + 1)
+        kept = best(deviation, part.positions, min(count, deviation.shape[1]))
+        return mean.masked_fill(newest, float("inf")).scatter(1, kept, float("inf"))
+
+    def trim(self, rows: Rows, budget: int, sequence: Sequence, layer: int) -> Rows:
+        if rows.held < budget + self.method.every:
+            return rows
+        part = rows.part()
+        index = best(self.ranked(part, sequence.length, budget), part.positions, budget)
+        return Rows.gather(part, index, self.method.max_rows(budget))
