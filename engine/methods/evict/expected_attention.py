@@ -118,7 +118,7 @@ class ExpectedRuntime(EvictingRuntime):
         cos, sin = self.rotary.at(at, self.stop, layer)
         size = cos.square() + sin.square()  # 1, or the square of the rope's attention factor
         q = apply_rope(q[idle:].float(), cos / size, -sin / size)
-        q = q.view(len(q), len(k), -1, q.shape[-1]).permute(1, 2, 0, 3)
+        q = q.unflatten(1, (len(k), self.setup.config.group)).permute(1, 2, 0, 3)
         products = torch.matmul(q.transpose(-1, -2), q)
         count = torch.full((*q.shape[:2], 1), float(q.shape[2]), device=q.device)
         self.pending[layer, number] = torch.cat([count, q.sum(2), products.flatten(2)], -1)

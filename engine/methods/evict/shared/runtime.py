@@ -48,7 +48,7 @@ class EvictingRuntime(Runtime):
         self.reading = False  # whether a prompt is being read
         self.total: float = 0  # the length at which that prompt ends; infinite while it goes on
         self.bank: Bank | None = None
-        self.step: Step | None = None  # the latest step of an answer
+        self.step: Step | None = None  # the step under way
         # (sequence, layer, part number) -> scores of the chunk or step under way
         self.pending: dict[Any, Any] = {}
 
@@ -316,7 +316,7 @@ class EvictingRuntime(Runtime):
                 self._evict(b, sequence)
             elif self.method.forget:
                 self.forget_read(b, sequence)
-        self.pending = {}
+        self.pending, self.step = {}, None
 
     def forget_read(self, b: int, sequence: Sequence) -> None:
         """Forget rows of the prompt under way that its chunks to come will not attend to; by
