@@ -20,7 +20,7 @@ from tools.compare import bytes as compare_bytes
 from tools.compare import claims, headline, stats
 from tools.compare.build import Facts
 from tools.compare.kept import KeepsDense, without
-from tools.compare.methods import CONTROLS, REGISTRY, spans, variants, wanted
+from tools.compare.methods import CONTROLS, EVICTION_CONTROL, REGISTRY, spans, variants, wanted
 
 LAYERS = 7
 CONFIG = tiny_config(layers=LAYERS, heads=4, kv_heads=2)
@@ -44,6 +44,14 @@ def test_controls_run_beside_omnikv_at_its_budgets():
     ]
     assert not {name for name, _, _ in wanted(["h2o@30"], [10], [], controls=True)} & {*CONTROLS}
     assert not {name for name, _, _ in wanted(["omnikv@3"], [10], [])} & {*CONTROLS}
+
+
+def test_eviction_by_chance_runs_beside_what_evicts_at_its_budgets():
+    names = ["omnikv@3", "h2o@30", "snapkv@30,m75", "quest@5"]
+    beside = [key for key in wanted(names, [10], [], controls=True) if key[0] == EVICTION_CONTROL]
+    assert beside == [(EVICTION_CONTROL, "share", 30.0), (EVICTION_CONTROL, "mem", 75.0)]
+    assert EVICTION_CONTROL not in {name for name, _, _ in wanted(names, [10], [])}
+    assert REGISTRY[EVICTION_CONTROL].group == REGISTRY["random_eviction"].group == "controls"
 
 
 def test_they_read_what_omnikv_reads(tiny):

@@ -45,7 +45,7 @@ def test_an_own_method_is_compared(tiny, tmp_path, capsys):
     page = capsys.readouterr().out
     assert "knorm 30%" in page
     found = {r["variant"]: r for r in records(tmp_path)}
-    assert set(found) == {"full", "knorm 30%", "snapkv 30%"}
+    assert set(found) == {"full", "knorm 30%", "snapkv 30%", "random_eviction_all 30%"}
     assert found["knorm 30%"]["bytes_read"] < found["full"]["bytes_read"] / 2
 
 
@@ -112,7 +112,7 @@ def test_the_warm_up_ends_with_the_minutes(tiny, tmp_path, capsys, monkeypatch):
     now = iter(range(0, 10_000, 7))
     set_clock(monkeypatch, "monotonic", lambda: next(now))
     names = ["h2o@10", "h2o@30", "snapkv@10", "snapkv@30", "quest@30", "tidaldecode@30"]
-    assert run(tiny, tmp_path, "--minutes", "0.5", "--methods", *names) == 0
+    assert run(tiny, tmp_path, "--minutes", "0.5", "--no-controls", "--methods", *names) == 0
     said = capsys.readouterr().err
     assert "stopped after 0.5 minutes with 1 of 1 documents to do" in said and "warm-up" in said
     lines = [line for line in said.splitlines() if line.startswith("  400 tokens, ")]
@@ -122,7 +122,7 @@ def test_the_warm_up_ends_with_the_minutes(tiny, tmp_path, capsys, monkeypatch):
 
 def test_only_what_runs_is_warmed_up(tiny, tmp_path, capsys):
     """A length whose answers are there takes no time again."""
-    flags = ["--methods", "snapkv@30", "quest@30"]
+    flags = ["--methods", "snapkv@30", "quest@30", "--no-controls"]
     assert run(tiny, tmp_path, *flags) == 0
     warmed = [line for line in capsys.readouterr().err.splitlines() if "tokens, 1 of " in line]
     assert len(warmed) == 1 and warmed[0].startswith("  400 tokens, 1 of 3: full ")

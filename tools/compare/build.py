@@ -49,7 +49,7 @@ class Entry:
     """One method of the table.
 
     note: one line for --help. group: "t1" (the paper's own and its baselines), "others" or
-    "controls" (OmniKV without its choice).
+    "controls" (OmniKV and eviction without their choice).
     build(facts, share) -> the method that reads `share` of the prompt, or a text why there is none.
     at_bytes(facts, part) -> the method with resident K/V bytes of at most `part` of full
     attention's, or a text why there is none. budget: whether it has one. reads: "shared" where the

@@ -35,6 +35,7 @@ A method's budgets are --shares and --mem, or those after an @: omnikv@3,10 is 3
 prompt's tokens, omnikv@30,m75 is 30% of the tokens and 75% of full attention's bytes. The report
 names a budget that a method cannot reach, with the reason. Beside OmniKV run its controls, which
 read what it reads and do not choose: a claim that they satisfy too is not tested by this model.
+Beside methods that evict runs random_eviction_all, which evicts by chance.
 
 examples:
   python -m tools.compare --minutes 30                               the shipped model, half an hour
@@ -77,7 +78,8 @@ def _what(parser: argparse.ArgumentParser) -> None:
         default=["t1", "others@3,10,30"],
         metavar="NAME[@BUDGETS]",
         help=f"names below, or a group: {', '.join(GROUPS)} (default: t1 "
-        "others@3,10,30); full attention always runs, and beside OmniKV its controls",
+        "others@3,10,30); full attention always runs, and beside OmniKV and what evicts their "
+        "controls",
     )
     parser.add_argument(
         "--import", dest="imports", nargs="+", default=[], metavar="FILE", help=IMPORT_HELP
@@ -86,8 +88,8 @@ def _what(parser: argparse.ArgumentParser) -> None:
         "--no-controls",
         dest="controls",
         action="store_false",
-        help="leave out OmniKV with random tokens, with one and with the newest: no claim is then "
-        "tested",
+        help="leave out OmniKV with random tokens, with one and with the newest, and eviction by "
+        "chance: no claim is then tested",
     )
     parser.add_argument(
         "--dense-layers-kept",

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from engine import (
     A2SF,
     H2O,
+    RKV,
     AdaPyramid,
     AdaSnapKV,
+    ExpectedAttention,
     Full,
     H2OPlus,
     Keyformer,
@@ -18,11 +20,16 @@ from engine import (
     MInference,
     PyramidKV,
     Quest,
+    RandomEviction,
+    RandomEvictionAll,
+    RoCo,
     Scissorhands,
     SnapKV,
     StreamingLLM,
     TidalDecode,
+    VaSE,
     Window,
+    ZigZagKV,
 )
 from engine.base.errors import SettingError, UsageError
 from engine.methods.base import Method
@@ -52,6 +59,7 @@ from tools.compare.own import entry as own_entry
 PAPER_SHARE = 6.67  # per cent: the budget of the first hypothesis
 GROUPS = ("t1", "others", "controls")
 CONTROLS = ("omnikv_random", "omnikv_newest", "omnikv_one")  # the last at one budget only
+EVICTION_CONTROL = "random_eviction_all"  # beside every method that evicts, at its budgets
 
 
 @dataclass(frozen=True)
@@ -182,6 +190,27 @@ REGISTRY: dict[str, Entry] = {
         head=whole_chunks,
     ),
     "a2sf": evicting("A2SF, H2O with forgetting", A2SF, reads="own"),
+    "roco": evicting("RoCo, small mean attention goes, large deviation stays", RoCo, reads="own"),
+    "zigzagkv": evicting("ZigZagKV, SnapKV with layer budgets by need", ZigZagKV),
+    "expected_attention": evicting(
+        "Expected Attention, chosen by the queries that are expected",
+        ExpectedAttention,
+        reads="own",
+    ),
+    "rkv": evicting("R-KV, attention less redundancy, in answers too", RKV),
+    "vase": evicting("VaSE, large values and a draw by attention, in answers too", VaSE),
+    EVICTION_CONTROL: evicting(
+        "control: evicts by chance, in prompt and answer", RandomEvictionAll, "controls"
+    ),
+    "random_eviction": replace(
+        evicting(
+            "control: evicts by chance in the answer alone; a share is of the prompt's tokens",
+            RandomEviction,
+            "controls",
+        ),
+        at_bytes=keeps_all,
+        sparse=False,
+    ),
     "window": evicting_while_reading(
         "window attention, the newest tokens only, in prefill too", Window
     ),
@@ -257,7 +286,7 @@ def wanted(
     shares and resident bytes in per cent.
 
     "full" comes first whether asked for or not; "t1" and "omnikv" without an @ include the share of
-    the first hypothesis. controls: beside OmniKV, at its budgets.
+    the first hypothesis. controls: beside OmniKV and what evicts, at their budgets.
     """
     found: dict[tuple[str, str, float], None] = {("full", "none", 100.0): None}
     for word in words:
@@ -282,6 +311,9 @@ def wanted(
     for control in CONTROLS if beside else ():
         for budget in beside if REGISTRY[control].budget else [("none", 100.0)]:
             found[(control, *budget)] = None
+    for name, *budget in list(found) if controls else ():
+        if entry_of(name).evicts:
+            found[(EVICTION_CONTROL, *budget)] = None
     return list(found)
 
 
