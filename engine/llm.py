@@ -338,10 +338,10 @@ class LLM:
             yield from generate(session, ids, params, progress=progress, should_stop=should_stop)
 
     def chat(
-        self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None
+        self, messages: Sequence[dict[str, str]] | str, params: SamplingParams | None = None
     ) -> Completion:
-        """Completion of a conversation of {"role", "content"}; control tokens in it are text.
-        TemplateError where the model has no chat template.
+        """Completion of a conversation of {"role", "content"}, or of a text that a user says;
+        control tokens in it are text. TemplateError where the model has no chat template.
         """
         return Completion.join(self.stream(self.chat_ids(messages), params))
 
@@ -381,11 +381,14 @@ class LLM:
             return listed_ids(prompt)
         return self._needed_tokenizer().encode(prompt)
 
-    def chat_ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation of {"role", "content"} up to where the answer begins; control
-        tokens in its contents are text. TemplateError where the model has no chat template.
+    def chat_ids(self, messages: Sequence[dict[str, str]] | str) -> list[int]:
+        """Token ids of a conversation of {"role", "content"}, or of a text that a user says, up to
+        where the answer begins; control tokens in its contents are text. TemplateError where the
+        model has no chat template.
         """
         tokenizer = self._needed_tokenizer()
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         ids, _ = tokenizer.encode_spans(tokenizer.write(messages), special=False)
         return ids
 

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 # by more than settings and tokens say (a choice of tokens in an answer, an unknown program).
 Origin = str | None
 FULL = ""
+# by a prompt that a file says was read: it may say so of any rows, so no more is known of them
+READ = "read"
 Span = tuple[int, Origin]  # (stop, origin) of the tokens since the span before
 
 
@@ -49,9 +51,9 @@ class RowOrigins:
         return found
 
     def text(self, first: int, stop: int) -> Origin:
-        """How tokens first .. stop-1 came about: FULL, a text, or None."""
+        """How tokens first .. stop-1 came about: FULL, a text, or None where that is not known."""
         spans = self.of(first, stop)
-        if not spans or spans[-1][0] < stop or any(origin is None for _, origin in spans):
+        if not spans or spans[-1][0] < stop or any(origin in (None, READ) for _, origin in spans):
             return None
         if len(spans) == 1:
             return spans[0][1]

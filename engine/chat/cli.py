@@ -27,7 +27,7 @@ from engine.base.errors import (
 from engine.base.figures import first_line
 from engine.chat.evidence import watch_of
 from engine.chat.flags import answer_at_once, parser, require_sense
-from engine.chat.repl import answer_lines
+from engine.chat.repl import answer_lines, unread
 from engine.chat.talk.chat import Chat
 from engine.chat.talk.keeping import KeptSession
 from engine.cli.figures import plan_text
@@ -122,6 +122,8 @@ def _talk(args: argparse.Namespace, chat: Chat, documents: list[Given], once: bo
             return INTERRUPTED if chat.ask(given.text) == "interrupted" else 0
         if not chat.read(given.text, given.name, titled=len(documents) > 1) and once:
             return INTERRUPTED
+    if once and "-" not in args.file and unread():
+        chat.display.line("standard input is not read beside -p; add -f - if it is a document")
     if args.prompt is not None and chat.ask(args.prompt) == "interrupted" and once:
         return INTERRUPTED
     if once:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import stat
 import sys
 
 from engine.base.errors import EngineError, OutputFailed, UsageError
@@ -18,7 +20,9 @@ def answer_lines(chat: Chat) -> int:
     """Answer lines until the end of input or /quit; return the exit code."""
     terminal = sys.stdin is not None and sys.stdin.isatty()
     if terminal:
-        chat.display.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
+        chat.display.note(
+            "/help lists the commands; Ctrl-C stops an answer, Ctrl-D or /quit leaves"
+        )
     # a pipe learns from the exit code that a message got no answer; a person saw it
     interrupted, failed = False, 0
     while True:
@@ -124,3 +128,21 @@ def _read_line(prompt: str, display: Display) -> str:
             f"standard input: found a line of more than {LONGEST_LINE:,} characters, expected less"
         )
     return line.rstrip("\n")
+
+
+def unread() -> bool:
+    """Whether a pipe or a file stands at standard input with something that nobody has read."""
+    try:
+        number = sys.stdin.fileno()
+        kind = os.fstat(number)
+        if stat.S_ISREG(kind.st_mode):
+            return kind.st_size > os.lseek(number, 0, os.SEEK_CUR)
+        if not stat.S_ISFIFO(kind.st_mode):
+            return False
+        import fcntl  # not on Windows
+        import termios
+
+        waiting = fcntl.ioctl(number, termios.FIONREAD, bytes(4))
+        return int.from_bytes(waiting, sys.byteorder) > 0
+    except (AttributeError, ImportError, OSError, ValueError):
+        return False

@@ -20,11 +20,14 @@ BITS = ("float", "int8", "int4")
 
 
 class Need(NamedTuple):
-    """Whether something fits, the bytes that it needs on the device, its context in tokens."""
+    """Whether something fits, the bytes that it needs on the device, its context in tokens, and the
+    largest that would fit.
+    """
 
     fits: bool
     bytes: int
     context: int
+    largest: int = 0
 
 
 def plan_verdict(planner: Planner) -> tuple[bool, str]:
@@ -76,12 +79,13 @@ def slots_verdict(planner: Planner, slots: Callable[..., SlotPlan]) -> tuple[boo
 
 
 def _of_plan(plan: Plan) -> Need:
-    return Need(plan.fits, plan.total, plan.max_context)
+    return Need(plan.fits, plan.total, plan.max_context, plan.largest_context)
 
 
 def _remedies(planner: Planner, needed: Callable[[dict[str, Any]], Need], found: list[str]) -> str:
     """Name what fits: `found`, and the first forms of weights and bank that do."""
     options, least = planner.options, None
+    shorter: tuple[str, int] | None = None  # a form that holds the longest of shorter contexts
     useful = options.max_context or min(USEFUL, planner.config.context_limit)
     gpu = planner.device.type == "cuda"
     places = [place for place in ("auto", "host") if gpu and place != options.offload]
@@ -102,10 +106,14 @@ def _remedies(planner: Planner, needed: Callable[[dict[str, Any]], Need], found:
             shown += 1
         if least is None or need.bytes < least[1]:
             least = flags(settings), need.bytes
+        if ROUND <= need.largest < need.context and (shorter is None or need.largest > shorter[1]):
+            shorter = flags(settings), need.largest
     if found:
         return f"fits with {', or '.join(found)}"
     if least is None:
         return "a smaller model fits, or more memory"
+    if shorter is not None:
+        return f"fits with {shorter[0]} --ctx {shorter[1]} ({count(shorter[1])})"
     return f"{least[0]} still needs {human(least[1])}: a smaller model, or more memory"
 
 

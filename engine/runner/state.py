@@ -381,9 +381,10 @@ class SessionState:
                 self.bank.recurrent.rewind(0)
             self.stand_back(len(ids))
 
-    def restored(self, ids: list[int], points: list[Savepoint]) -> None:
+    def restored(self, ids: list[int], points: list[Savepoint], origins: Iterable[Span]) -> None:
         """Adopt the tokens of a saved session, whose rows and queries are loaded."""
         self.committed = ids
+        self.origins.add(0, origins)
         self.history.keep(points)
 
     def write_with(self, sampler: Sampler | None) -> None:

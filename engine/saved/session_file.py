@@ -1,9 +1,10 @@
 """A session in one file: save and restore, in bounded memory, to the bit.
 
 The file holds the tokens, the rows of all layers in pieces, sliding windows, the query ring, the
-savepoints with their logits, the method with its state, and what the program adds. It names the
-model that made it (engine/saved/model_key.py). Of a session that forgets the state is the store,
-with positions and rows, and there are no others. A store that stands beside a bank is not saved.
+savepoints with their logits, which tokens were read and which a step wrote, the method with its
+state, and what the program adds. It names the model that made it (engine/saved/model_key.py). Of a
+session that forgets the state is the store, with positions and rows, and there are no others. A
+store that stands beside a bank is not saved.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from engine.bank.base import Bank
+from engine.bank.row_origins import READ, Span
 from engine.base.checks import callables
 from engine.base.errors import EngineError, SavedFileError, SettingError
 from engine.load.loaded import Loaded
@@ -113,6 +115,7 @@ def _facts(session: SessionState, extra: Any, tensors: list[torch.Tensor]) -> di
         "savepoints": [
             (p.start, p.length, p.state, p.logits, p.open) for p in session.history.savepoints
         ],
+        "origins": session.origins.of(0, len(session)),
         "method": _described(session.method),
     }
     try:
@@ -246,7 +249,7 @@ def _fill(
             write_states(session, state.get("recurrent"), len(ids))
             now = session.runtime.restored(state["state"], len(ids))
             points = [_point(session, len(ids), *saved) for saved in state["savepoints"]]
-            session.restored(ids, points)
+            session.restored(ids, points, _origins(state.get("origins"), points, len(ids)))
             session.runtime.load(now, len(ids))
             session.learn(_logits(session, state["last_logits"]))
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, IndexError):
@@ -289,6 +292,19 @@ def _point(
     if state is not None or not session.bank.forgets:
         state = session.runtime.restored(state, length)
     return Savepoint(start, length, state, _logits(session, logits), bool(open_))
+
+
+def _origins(saved: list[Span] | None, points: list[Savepoint], total: int) -> list[Span]:
+    """Which tokens of a file were read in prompts (READ) and which steps wrote (None). Files of
+    before tell of the prompts that have savepoints.
+    """
+    if saved is None:
+        spans = [span for p in points for span in ((p.start, None), (p.length, READ))]
+        return [*spans, (total, None)]
+    stops = [stop for stop, _ in saved]
+    if not all(type(stop) is int and 0 < stop <= total for stop in stops) or stops != sorted(stops):
+        raise ValueError("origins")
+    return [(stop, None if origin is None else READ) for stop, origin in saved]
 
 
 def _kept(

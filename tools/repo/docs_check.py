@@ -187,15 +187,17 @@ def _helped(words: list[str]) -> str:
     said, code = help_of(module)
     if code:
         return f"python -m {module} --help exits {code}"
+    if len(words) > 3 and re.fullmatch(r"[a-z]\w*", words[3]):
+        said += help_of(module, words[3])[0]  # what it does, with flags of its own
     lost = sorted(flag for flag in flags - {"-m"} if not re.search(rf"(?<!\S){flag}\b", said))
     return f"{module} has no flag {', '.join(lost)}" if lost else ""
 
 
 @cache
-def help_of(module: str) -> tuple[str, int]:
-    """(text, exit code) of `python -m MODULE --help`, run in this process."""
+def help_of(module: str, *what: str) -> tuple[str, int]:
+    """(text, exit code) of `python -m MODULE [WHAT] --help`, run in this process."""
     out, argv = io.StringIO(), sys.argv
-    sys.argv = [module, "--help"]
+    sys.argv = [module, *what, "--help"]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             with warnings.catch_warnings():

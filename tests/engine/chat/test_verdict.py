@@ -57,6 +57,7 @@ def remedies(line):
         "--model phi-4 --dtype float32 --ctx 4K --fits 40+16",
         "--model qwen3-14b --fits 24",
         "--model llama-3.1-8b --ctx 100K --ram-budget 14",
+        "--model llama-3-8b-262k --ctx 128K --fits 8+32",  # none at 128K: a shorter context
     ],
 )
 def test_what_is_proposed_fits(capsys, flags):

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from engine import LLM, Full, OmniKV
+from engine.bank.row_origins import READ
 from engine.base.errors import BadCheckpoint, SettingError, UnsupportedCheckpoint
 from engine.load.memory import memory_items
 from engine.plan.layers import Role
+from engine.saved.session_file import _origins
 from tests.builders import hybrid_config, random_ids, tiny_llm
 from tests.engine.session.test_hybrid import LENGTHS, STEPS, apart
 from tests.programs.hybrid_walks import CHUNK, CONTEXT, SPARSE, walks
@@ -55,6 +57,38 @@ def test_random_walks_end_where_a_fresh_session_does(family, method, tier):
     """Some of the walks of tests/programs/hybrid_walks.py."""
     found = walks(3, 1, method, tier, family=family)
     assert found.pairs and found.ties == 0 and found.sparse > 5
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["origins", "a file of before"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_restored_session_reads_a_prompt_again_as_a_prompt(family, known, tmp_path, monkeypatch):
+    """Steps after the restore had all tokens before them taken for steps: going back into a prompt
+    ran its tokens by sparse attention.
+    """
+    llm, prompts = llm_of(family, SPARSE), [random_ids(289, seed=1), random_ids(59, seed=2)]
+    with llm.session() as first:
+        for ids in prompts:
+            first.prefill(ids)
+        if not known:
+            monkeypatch.setattr("engine.saved.session_file._origins", without_origins)
+        first.save(tmp_path / "file")
+        session, _ = llm.restore(tmp_path / "file")
+    with session, llm.session() as fresh:
+        for token in (3, 4, 5):
+            session.decode(token)
+        assert session.origins.of(0, 351) == [(348, READ), (351, None)]
+        session.truncate(328)
+        fresh.prefill(prompts[0])
+        fresh.prefill(prompts[1][:39])
+        session.refresh_logits()
+        assert apart(session.last_logits, fresh.last_logits) < 2e-5
+        for token in (7, 8):
+            assert apart(session.decode(token), fresh.decode(token)) < 2e-5
+        assert session.stats.sparse_steps
+
+
+def without_origins(saved, points, total):
+    return _origins(None, points, total)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
