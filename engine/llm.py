@@ -230,8 +230,8 @@ class LLM:
 
     @property
     def max_context(self) -> int:
-        """Tokens that one session can hold."""
-        return self.planner.max_context
+        """Tokens that one session can hold; of a stream without end, 2 ** 31 - 2 ** 16."""
+        return self.planner.limit
 
     @property
     def chunk(self) -> int:

@@ -61,8 +61,8 @@ def waits(session: Session) -> str:
     method, start = session.method, session.runner.dense_below
     if isinstance(method, Exact) or not session.plan.sparse_layers or len(session) >= start:
         return ""
-    if start > session.capacity:
-        return f"sparse at no length within {session.capacity:,} tokens"
+    if start > session.limit:
+        return f"sparse at no length within {session.limit:,} tokens"
     return f"sparse from {start:,} tokens on; this context has {len(session):,}"
 
 

@@ -184,7 +184,7 @@ class ExactRunner(StepRunner):
         sampler = self._session.sampler
         if sampler is None:
             return none
-        most = min(MOST_DRAFTS, self._session.capacity - n, sampler.left)
+        most = min(MOST_DRAFTS, self._session.limit - n, sampler.left)
         if most < 1:
             return none
         own, kept = self._draft_rows(n)

@@ -80,7 +80,7 @@ class Loaded:
         model = assemble(config, planner.dtype, planner.device, stream, *held)
         trim_heap()
         compiled = compiled and model.capturable
-        rotary = Rotary(config, planner.device)
+        rotary = Rotary(config, planner.device, far=options.forever)
         pieces = compiled_pieces() if compiled else (pre_attention, post_attention)
         return cls(
             name=planner.name,
@@ -102,7 +102,8 @@ class Loaded:
     def planned_as(self, planner: Planner, lock: RequestLock) -> Loaded:
         """The same model and host memory under another plan."""
         halves = self.halves.asked_for(planner.options.step)
-        return replace(self, config=planner.config, halves=halves, lock=lock)
+        rotary = Rotary(planner.config, self.device, far=planner.options.forever)
+        return replace(self, config=planner.config, rotary=rotary, halves=halves, lock=lock)
 
     @property
     def device(self) -> torch.device:

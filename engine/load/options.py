@@ -67,6 +67,7 @@ class PlanSettings(TypedDict, total=False):
     vram_budget: int | None
     ram_budget: int | None
     beyond: bool
+    forever: bool
     backend: str
     step: str
     weights: str
@@ -101,7 +102,9 @@ class Options:
     HostPool to share with other LLMs. vram_budget, ram_budget: bytes for the weights, one session
     and the host tier of all sessions. rope: another rope than config.json's, such as "yarn:4"
     (engine/model/config/rope_override.py). beyond: allow a max_context beyond the model's own
-    positions, with a warning. backend: "auto" ("triton" on a GPU, "native" on a CPU), or the
+    positions, with a warning. forever: sessions are streams without end in constant memory, under a
+    method that keeps sinks and a window by position (docs/EVICTION.md); it forgets, whatever it is
+    told, and None is StreamingLLM. backend: "auto" ("triton" on a GPU, "native" on a CPU), or the
     launchers to force: "reference" (the oracle), "cpu" (torch's operators; weights in few bits are
     dequantised for every product), "native" (C++), "triton". step: how a decode step multiplies and
     normalizes: "fused" (our own kernels), "plain" (torch's operators), or "auto": on a GPU fused,
@@ -132,6 +135,7 @@ class Options:
     ram_budget: int | None = None
     rope: str | None = None
     beyond: bool = False
+    forever: bool = False
     backend: str = "auto"
     step: str = "auto"
     weights: str = "auto"
@@ -160,6 +164,12 @@ class Options:
         if self.rope is not None and not isinstance(self.rope, str):
             raise SettingError(f"rope: found {found(self.rope)}, expected a text such as 'yarn:4'")
         one_of("beyond", self.beyond, (False, True))
+        boolean("forever", self.forever)
+        if self.forever and self.max_context is not None:
+            raise SettingError(
+                f"max_context: found {self.max_context} beside forever, which has no end; leave "
+                "one of them out"
+            )
         boolean("wait", self.wait)
         if not is_number(self.slots) or not (self.slots == 0 or 1 <= self.slots <= MOST):
             raise SettingError(
@@ -185,6 +195,15 @@ class Options:
         itself, so it only warns.
         """
         asked, limit = self.max_context, config.context_limit
+        if self.forever:
+            if not method.bounds_distances(plan, limit, limit):
+                warnings.warn(
+                    f"forever: {method.name} sees tokens further away than the {limit} positions "
+                    f"that this model's rope was made for; answers get worse there: use fewer "
+                    f"tokens",
+                    stacklevel=4,
+                )
+            return
         if asked is None or asked <= limit:
             return
         if not self.beyond and config.rope.kind != "dynamic":

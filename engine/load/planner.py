@@ -14,10 +14,11 @@ from engine.base.errors import SettingError
 from engine.forward.native_backend import require_native
 from engine.load.ahead.launches import FirstAnswer
 from engine.load.files import ModelFiles, rounding
-from engine.load.memory import make_plan
+from engine.load.memory import default_chunk, make_plan
 from engine.load.options import Options
 from engine.load.report import Plan
 from engine.methods.base import Method
+from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.full import Full
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.requirements import require_windows
@@ -30,6 +31,11 @@ from engine.plan.placement import Placement, full_placement, reserved_rows
 from kernels.launch.dispatch import choose_for
 from kernels.launch.shapes import card
 from weights.resolve import Resolved
+
+
+STREAM = 2048  # tokens that a stream keeps where nobody says which method it runs
+# tokens of a stream, whose positions are int32: 248 days at 100 a second
+ENDLESS = 2**31 - 2**16
 
 
 class Planner:
@@ -91,6 +97,9 @@ class Planner:
         offload: str | None = None,
     ) -> Plan:
         options, on_gpu = self.options, self.device.type == "cuda"
+        if options.forever:
+            chunk = chunk or default_chunk(self.device.type, self.config)
+            max_context = self.stream_rows(method, layers, chunk)
         model = self.name, self.config, method, layers, self.dtype, self.device
         return make_plan(
             *model,
@@ -107,7 +116,15 @@ class Planner:
             imagined_host=options.imagined_host,
             idle_host=self.host_tier.idle,
             savepoints=options.savepoints,
+            forever=options.forever,
         )
+
+    def stream_rows(self, method: Method, layers: LayerPlan, chunk: int | None = None) -> int:
+        """Rows that a stream of a method holds at once, however long it is: its store's, and a
+        chunk's (None: as planned).
+        """
+        store = method.needs(layers, self.config, ENDLESS, self.dtype.itemsize).retained
+        return store + (self.chunk if chunk is None else chunk)
 
     def _filter_layers(self) -> FilterLayers:
         """The model's filter layers as far as anybody knows them; the plan shows their hint."""
@@ -116,6 +133,8 @@ class Planner:
         return known
 
     def _default_method(self) -> Method:
+        if self.options.forever:
+            return StreamingLLM(tokens=min(STREAM, self.config.max_positions))
         if self._filter_layers().source != "spread":
             return OmniKV()
         self.hint = filter_layers.UNCALIBRATED
@@ -148,6 +167,8 @@ class Planner:
             raise SettingError(
                 f"method: found {method!r}, expected Full(), OmniKV(...) or another engine method"
             )
+        if self.options.forever:
+            method = method.streamed(self.config)
         method = method.completed(self._filter_layers)
         plan = method.plan(self.config)
         require_windows(method, plan, self.config)
@@ -214,8 +235,13 @@ class Planner:
 
     @property
     def max_context(self) -> int:
-        """Tokens that one session can hold."""
+        """Tokens whose rows one session can hold."""
         return self._plan.max_context
+
+    @property
+    def limit(self) -> int:
+        """Tokens that one session may come to: `max_context`, but for a stream."""
+        return ENDLESS if self.options.forever else self.max_context
 
     @property
     def chunk(self) -> int:

@@ -36,7 +36,7 @@ class Plan:
     reading max_context tokens, and a step after them, brings from host memory. offload: what was
     asked: "auto", "host" or "device". head_copy: bytes of a tied lm_head that is held a second
     time, packed for products. kernels: why a CPU's steps run torch's operators; "" where they run
-    our kernels.
+    our kernels. forever: sessions are streams without end, and max_context is what they hold.
     """
 
     model: str
@@ -66,6 +66,7 @@ class Plan:
     offload: str = "auto"
     head_copy: int = 0
     kernels: str = ""
+    forever: bool = False
 
     @property
     def total(self) -> int:
@@ -185,10 +186,10 @@ class Plan:
             if self.dense_below:
                 start = f"from {self.dense_below} tokens on (below, full attention reads less)"
             lines.append(f"sparse    {start}")
-        lines += [
-            f"context   {self.max_context} tokens, prefill in chunks of {self.chunk}",
-            "memory",
-        ]
+        context = f"{self.max_context} tokens"
+        if self.forever:
+            context = f"without end, in constant memory: {self.budget} tokens of each layer stay"
+        lines += [f"context   {context}, prefill in chunks of {self.chunk}", "memory"]
         lines += [
             f"  {name:<{width}}  {human(size):>10}  {note}".rstrip()
             for name, size, note in self.items
@@ -206,9 +207,14 @@ class Plan:
         lines += [
             f"  {'total at peak':<{width}}  {human(self.total):>10}  of {self.free_name}",
             f"placement {self.where}",
-            f"reads     {self.mem:.1%} of the bank in a step (the paper's Mem%); {held}",
-            f"largest context that fits here: {self.largest_context} tokens",
         ]
+        if self.forever:
+            lines.append(f"reads     {self.budget} rows of each layer in a step, at any length")
+        else:
+            lines += [
+                f"reads     {self.mem:.1%} of the bank in a step (the paper's Mem%); {held}",
+                f"largest context that fits here: {self.largest_context} tokens",
+            ]
         if self.prompt_link_bytes:
             lines.append(
                 f"reading   {self.max_context} tokens brings at most "
@@ -252,7 +258,9 @@ class Plan:
             )
         part, size, _ = max(self.items, key=lambda item: item[1])
         first = "a smaller model"
-        if self.largest_context >= ROUND:
+        if self.forever:
+            first = f"fewer tokens of the method (found {self.budget}) and a smaller chunk"
+        elif self.largest_context >= ROUND:
             first = (
                 f"a context of at most {self.largest_context} tokens "
                 f"({flag}={self.largest_context})"

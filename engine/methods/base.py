@@ -16,6 +16,7 @@ import torch
 from engine.bank.base import Bank, Opened, Step
 from engine.bank.host.streamed_attention import attend_stream
 from engine.bank.row_origins import FULL, Span
+from engine.base.errors import SettingError
 from engine.model.config.config import ModelConfig
 from engine.model.config.latent import OPENED_ROWS
 from engine.model.low_bits import FewBits
@@ -112,6 +113,19 @@ class Method:
         text of `length` tokens, however long that is.
         """
         return False
+
+    def streamed(self, config: ModelConfig) -> Method:
+        """This method as a stream without end runs it, in constant memory. Raises SettingError
+        where it cannot.
+        """
+        raise self.no_stream("keeps the rows of every token")
+
+    def no_stream(self, why: str) -> SettingError:
+        """The error for a stream of a method that it does not take."""
+        return SettingError(
+            f"forever: found {self.name}, which {why}; use streaming_llm, lm_infinite or window "
+            "with a number of tokens (--method streaming_llm --tokens 2048)"
+        )
 
     def validate(self, plan: LayerPlan) -> None:
         """Raise SettingError where these settings cannot work on this layer plan."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from engine.bank.recurrent.savepoints import Savepoints, cheapest
+from engine.base.newest_tokens import NewestTokens
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class PendingReplay:
     truncate. open: the last prompt is to be continued. inconsistent: a commit was interrupted.
     """
 
-    ids: list[int]
+    ids: list[int] | NewestTokens
     ends: list[Savepoint]
     inconsistent: bool = False
     open: bool = False
@@ -143,6 +144,17 @@ class History:
             for i, point in enumerate(points)
         ]
 
+    def forget_before(self, first: int) -> None:
+        """Drop savepoints of a stream that no session can return to: the tokens before `first`,
+        which lead on from them, are gone. The newest one stays, without its state.
+        """
+        if not self.savepoints or self.savepoints[0].length >= first:
+            return
+        *older, newest = self.savepoints
+        if newest.length < first and (older or newest.state is not None):
+            older, newest = [], replace(newest, state=None, logits=None)
+        self.savepoints = [*(point for point in older if point.length >= first), newest]
+
     def loadable(self, point: Savepoint) -> bool:
         """Say whether a session can return to a savepoint without what came before it."""
         return self.most_stores is None or point.state is not None
@@ -155,7 +167,7 @@ class History:
         """Set the replay that runs before the next step; None: there is none."""
         self.pending = pending
 
-    def invalidate(self, ids: list[int], start: int) -> None:
+    def invalidate(self, ids: list[int] | NewestTokens, start: int) -> None:
         """Mark the runtime for rebuilding before the next step. ids: the committed tokens. start:
         first position of the prompt being read, else the number of ids.
         """
@@ -163,7 +175,7 @@ class History:
             ends = list(self.savepoints)
             if self.prompt_length < len(ids) and start < len(ids):
                 ends.append(Savepoint(start, len(ids) + 1))
-            self.pending = PendingReplay(list(ids), ends, inconsistent=True)
+            self.pending = PendingReplay(ids.copy(), ends, inconsistent=True)
 
     def copy_from(self, other: History) -> None:
         """Copy another session's savepoints (fork)."""

@@ -25,6 +25,7 @@ import torch
 from engine.base.checks import found, is_integer
 from engine.base.errors import SettingError
 from engine.base.interrupts import complete
+from engine.base.newest_tokens import NewestTokens
 from engine.forward.decode import Decoder
 from engine.forward.prefill import run_chunk
 from engine.plan.prefill_time import Eta, PrefillFlops, Progress
@@ -47,6 +48,7 @@ def cut(session: SessionState, n: int, later: bool = False) -> None:
         )
     with exclusive(session.loaded):
         if n < len(session.ids):
+            _require_tokens(session, n, session.history.ends)
             session.stand_at(None)
             truncate(session, n)
         if not later:
@@ -57,14 +59,21 @@ def truncate(session: SessionState, n: int) -> None:
     """Keep the session's first n tokens. `replay` runs the tokens that must run again."""
     history = session.history
     if session.runtime.needs.history != "bank":
-        history.postpone(PendingReplay(session.ids[:n], history.ends))
+        history.postpone(PendingReplay(_first(session, n), history.ends))
     elif _windows_lost(session, n):
         # rows that the next token would see have been overwritten: read all tokens again
-        history.postpone(PendingReplay(session.ids[:n], [Savepoint(0, n + 1)]))
+        history.postpone(PendingReplay(_first(session, n), [Savepoint(0, n + 1)]))
     else:
         if session.loaded.config.local_layers:
             history.postpone(None)
         complete(partial(_cut, session, n, history.savepoints))
+
+
+def _first(session: SessionState, n: int) -> list[int] | NewestTokens:
+    """The session's first n tokens: a copy."""
+    ids = session.ids.copy()
+    del ids[n:]
+    return ids
 
 
 def _windows_lost(session: SessionState, n: int) -> bool:
@@ -100,7 +109,8 @@ def refresh_logits(session: SessionState, progress: Progress | None = None) -> N
         if newest:
             # An interrupted prompt left no logits: it is read again to its end.
             ends = [*ends[:-1], replace(newest, length=n + 1)]
-        ids = list(session.committed)
+        _require_tokens(session, n, ends)
+        ids = session.committed.copy()
         history.postpone(PendingReplay(ids, ends, open=history.prompt_is_open(n)))
         replay(session, progress)
         return
@@ -185,6 +195,25 @@ def _ends_at(
     return kept, cut if cut is not None and cut.start < n else None
 
 
+def _require_tokens(session: SessionState, n: int, ends: list[Savepoint]) -> None:
+    """Raise SettingError where the tokens that lead to a length n are gone: a stream keeps its
+    newest, and few stores to replay them from.
+    """
+    ids = session.ids
+    first = ids.first if isinstance(ids, NewestTokens) else 0
+    if not n or not first:
+        return
+    loadable = [p.length for p in ends if session.history.loadable(p) and p.length >= first]
+    kept, _ = _ends_at(session, n, ends)
+    if any(point.length in loadable for point in kept):
+        return
+    least = f"{min(loadable):,} to {len(ids):,}" if loadable else f"{len(ids):,}"
+    raise SettingError(
+        f"truncate: found {n:,}, expected {least}, or 0: this stream has forgotten the tokens "
+        "before them; empty it, or make a new session"
+    )
+
+
 def replay(session: SessionState, progress: Progress | None = None) -> None:
     """Run the pending replay, if there is one: load the last savepoint, then decode the later
     tokens, or prefill them if they were part of a prompt.
@@ -197,6 +226,7 @@ def replay(session: SessionState, progress: Progress | None = None) -> None:
                 catch_up(session, progress)
         return
     ids = pending.ids
+    _require_tokens(session, len(ids), pending.ends)
     kept, cut = _ends_at(session, len(ids), pending.ends)
     history.postpone(replace(pending, inconsistent=False))  # an interrupted replay changes nothing
     session.made_consistent()
@@ -219,7 +249,7 @@ def replay(session: SessionState, progress: Progress | None = None) -> None:
 
 def _run_again(
     session: SessionState,
-    ids: list[int],
+    ids: list[int] | NewestTokens,
     kept: list[Savepoint],
     cut: Savepoint | None,
     progress: Progress | None,
@@ -232,7 +262,7 @@ def _run_again(
     _load(session, point, kept[:known])
     for start, stop, open_ in _prompts(later):
         _step_to(session, ids, start, progress)
-        read(session, ids[start:stop], progress, open_)
+        read(session, list(ids[start:stop]), progress, open_)
     _step_to(session, ids, n, progress)
     if point.length == n:
         session.learn(point.logits)
@@ -251,7 +281,9 @@ def _prompts(points: list[Savepoint]) -> list[tuple[int, int, bool]]:
     return found
 
 
-def _step_to(session: SessionState, ids: list[int], stop: int, progress: Progress | None) -> None:
+def _step_to(
+    session: SessionState, ids: list[int] | NewestTokens, stop: int, progress: Progress | None
+) -> None:
     """Decode the tokens up to position `stop` again."""
     first = len(session.committed)
     eta = _eta(session, session.runner, first, stop)
@@ -263,7 +295,9 @@ def _step_to(session: SessionState, ids: list[int], stop: int, progress: Progres
             progress(eta.progress(at + 1))
 
 
-def _switch_again(session: SessionState, ids: list[int], progress: Progress | None) -> None:
+def _switch_again(
+    session: SessionState, ids: list[int] | NewestTokens, progress: Progress | None
+) -> None:
     """Take the tokens for one prompt again, after a switch whose savepoint was truncated."""
     runner, n = session.runner, len(ids)
 

@@ -19,6 +19,7 @@ from engine.bank.row_origins import RowOrigins, Span
 from engine.base.device import StepClock, current
 from engine.base.errors import ContextTooLong, SessionClosed
 from engine.base.interrupts import complete
+from engine.base.newest_tokens import NewestTokens
 from engine.load.loaded import Loaded
 from engine.load.planner import Planner
 from engine.methods.base import Runtime
@@ -30,6 +31,7 @@ from engine.runner.history import History, Savepoint
 from engine.runner.step_runner import StepRunner
 from engine.sampling.sampler import Sampler
 
+Tokens = list[int] | NewestTokens
 CLOSED_LINE = "this session was closed; make a new one with llm.session()"
 
 
@@ -171,9 +173,12 @@ class SessionState:
     ) -> None:
         self.loaded, self.planner = loaded, planner
         self.capacity, self.offload = capacity, offload
+        # tokens that it may come to hold: a stream's rows are as many as `capacity` all the while
+        self.endless = planner.options.forever
+        self.limit = planner.limit if self.endless else capacity
         self.closed = False  # whether close() was called
         # tokens that the bank and the runtime stand at; `ids`, but for a truncate under way
-        self.committed: list[int] = []
+        self.committed: Tokens = NewestTokens() if self.endless else []
         self.origins = RowOrigins()  # how their rows came about
         # whether a commit or a prompt's end has begun and not ended
         self.inconsistent = False
@@ -216,8 +221,8 @@ class SessionState:
     # ---------------------------------------------------------------- contents
 
     @property
-    def ids(self) -> list[int]:
-        """The session's tokens."""
+    def ids(self) -> Tokens:
+        """The session's tokens; of a stream without end the newest, by their positions."""
         pending = self.history.pending
         return self.committed if pending is None else pending.ids
 
@@ -255,10 +260,10 @@ class SessionState:
 
     def require_room(self, wanted: int) -> None:
         """Raise ContextTooLong if the session cannot hold `wanted` tokens."""
-        if wanted > self.capacity:
+        if wanted > self.limit:
             raise ContextTooLong(
                 f"{wanted} tokens do not fit: this session holds {len(self.ids)} and its context "
-                f"limit is {self.capacity} (the model's own is "
+                f"limit is {self.limit} (the model's own is "
                 f"{self.loaded.config.max_positions}); raise it with max_context / --ctx, or "
                 f"shorten the text"
             )
@@ -291,6 +296,8 @@ class SessionState:
         # whoever keeps the tokens keeps their logits
         complete(take)
         self.keep_state()
+        if isinstance(self.committed, NewestTokens):
+            self.history.forget_before(self.committed.first)
 
     def keep_state(self, turn: bool = False) -> None:
         """Keep a savepoint of the recurrent layers' state where one is due. turn: a prompt begins
@@ -381,9 +388,9 @@ class SessionState:
                 self.bank.recurrent.rewind(0)
             self.stand_back(len(ids))
 
-    def restored(self, ids: list[int], points: list[Savepoint], origins: Iterable[Span]) -> None:
+    def restored(self, ids: Tokens, points: list[Savepoint], origins: Iterable[Span]) -> None:
         """Adopt the tokens of a saved session, whose rows and queries are loaded."""
-        self.committed = ids
+        self.committed = NewestTokens(ids) if self.endless and isinstance(ids, list) else ids
         self.origins.add(0, origins)
         self.history.keep(points)
 
@@ -397,7 +404,7 @@ class SessionState:
 
     def copy_state(self, other: SessionState) -> None:
         """Copy another session of the same method and backend, whose rows are in this bank."""
-        self.committed = list(other.committed)
+        self.committed = other.committed.copy()
         self.origins.add(0, other.origins.of(0, len(other.committed)))
         self.query_ring.copy_from(other.query_ring)
         logits = other.last_logits

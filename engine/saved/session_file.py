@@ -20,6 +20,7 @@ from engine.bank.base import Bank
 from engine.bank.row_origins import READ, Span
 from engine.base.checks import callables
 from engine.base.errors import EngineError, SavedFileError, SettingError
+from engine.base.newest_tokens import BLOCK, NewestTokens
 from engine.load.loaded import Loaded
 from engine.methods.base import Method
 from engine.methods.exact import Exact
@@ -104,7 +105,8 @@ def _facts(session: SessionState, extra: Any, tensors: list[torch.Tensor]) -> di
     ring, runtime = session.query_ring, session.runtime
     queries = ring.newest(ring.high - ring.low) if ring.high > ring.low else None
     state = {
-        "ids": torch.tensor(session.ids, dtype=torch.int64),
+        "ids": torch.tensor(list(session.ids), dtype=torch.int64),
+        **_gone_before(session),
         "queries": queries,
         "ring": (ring.low, ring.high),
         "kept": ring.kept,
@@ -133,6 +135,14 @@ def _facts(session: SessionState, extra: Any, tensors: list[torch.Tensor]) -> di
         "state": encoded,
         "extra": more,
     }
+
+
+def _gone_before(session: SessionState) -> dict[str, Any]:
+    """Of a stream, how many tokens before those in the file are gone, and their digest."""
+    ids = session.ids
+    if not isinstance(ids, NewestTokens) or not ids.first:
+        return {}
+    return {"first": ids.first, "past": ids.past.hex()}
 
 
 def _described(method: Method) -> tuple[str, dict[str, Any]]:
@@ -167,7 +177,7 @@ def restore_session(
 
         try:
             state, extra = decode(facts["state"], value), decode(facts["extra"], value)
-            ids = _ids(state["ids"], loaded.config.vocab_size)
+            ids = _ids(state, loaded.config.vocab_size)
             method = _rebuilt(*state["method"])
             if len(ids) != facts["tokens"]:
                 raise ValueError("tokens")
@@ -180,6 +190,11 @@ def restore_session(
             raise SettingError(f"tokens: found {tokens}, expected 0 to {len(ids)} (those saved)")
         session = open_session(method, max_context, offload)
         try:
+            if isinstance(ids, NewestTokens) and not session.endless:
+                raise SavedFileError(
+                    f"{reader.path}: holds a stream without end that has forgotten {ids.first:,} "
+                    f"of {len(ids):,} tokens; load it with forever=True (--forever)"
+                )
             session.require_room(wanted)
             _fill(session, reader, ids, state, wanted, progress)
         except BaseException:
@@ -188,12 +203,17 @@ def restore_session(
     return session, extra
 
 
-def _ids(held: torch.Tensor, vocab_size: int) -> list[int]:
+def _ids(state: dict[str, Any], vocab_size: int) -> list[int] | NewestTokens:
     """Return a file's token ids. Raises ValueError if one is outside the vocabulary."""
+    held, first = state["ids"], state.get("first", 0)
+    if type(first) is not int or not 0 <= first < 1 << 31 or first % BLOCK:
+        raise ValueError("first")
     if held.dtype != torch.int64 or held.dim() != 1:
         raise ValueError("ids")
     if len(held) and not 0 <= int(held.min()) <= int(held.max()) < vocab_size:
         raise ValueError("ids")
+    if first:
+        return NewestTokens.of(first, bytes.fromhex(state["past"]), held.tolist())
     return held.tolist()
 
 
@@ -227,7 +247,7 @@ def _checked_facts(reader: Reader, loaded: Loaded) -> dict[str, Any]:
 def _fill(
     session: SessionState,
     reader: Reader,
-    ids: list[int],
+    ids: list[int] | NewestTokens,
     state: dict[str, Any],
     wanted: int,
     progress: Progress | None,

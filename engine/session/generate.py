@@ -143,7 +143,7 @@ def _loop(
         stats.took(session.counters.decode_seconds - start.decode_seconds)
         if token in ends:
             session.write_with(None)  # no token follows that could be drafted
-            if not ahead and len(session) < session.capacity:
+            if not ahead and len(session) < session.limit:
                 yield DecodeRequest(token)
             yield _last(words, scanner, "stop", stats, token, logprob, top)
             return
@@ -154,7 +154,7 @@ def _loop(
         )
         if reason is not None:
             session.write_with(None)
-        if not ahead and len(session) >= session.capacity:
+        if not ahead and len(session) >= session.limit:
             reason = reason or "context"
         elif not ahead:
             yield DecodeRequest(token)
@@ -174,7 +174,7 @@ def runs_ahead(session: SessionState) -> bool:
     """
     n = len(session) + 1
     whole = session.history.pending is None and session.last_logits is not None
-    return whole and n <= session.capacity and session.runner.runs_ahead(n)
+    return whole and n <= session.limit and session.runner.runs_ahead(n)
 
 
 def _rest(words: Detokenizer | None, scanner: StopScanner) -> str:

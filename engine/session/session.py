@@ -105,6 +105,11 @@ class Session(SessionState):
         """
         self.require_open()
         method, plan = self.planner.resolve_method(method)
+        if self.endless and method != self.method:
+            raise SettingError(
+                f"method: found {method.name} in a stream of {self.method.name}, which cannot read "
+                "again what it has forgotten; begin a new one (--method with --forever)"
+            )
         if self.ids:
             method.validate_prompt(0, self.history.prompt_length or len(self.ids))
             if not self.bank.forgets:
@@ -113,6 +118,11 @@ class Session(SessionState):
         if (self.bank.tiered and plan.sparse_layers) or self.reads_again(method):
             placement = self.planner.placement(method, plan, self.capacity, self.offload)
         switch(self, method, plan, self.backend, placement, progress)
+
+    @property
+    def forgotten(self) -> int:
+        """Tokens whose rows a stream without end has freed; 0 for another session."""
+        return max(0, len(self) - self.runtime.needs.retained) if self.endless else 0
 
     def reads_again(self, method: Method) -> int:
         """Return how many tokens `set_method(method)` reads again because their rows are gone."""
@@ -262,12 +272,20 @@ def open_session(
     """A new, empty session; arguments as of LLM.session. Raises SettingError, and OutOfMemoryPlan
     where the device has no room for it.
     """
+    endless = planner.options.forever
+    if endless and max_context is not None:
+        raise SettingError(
+            f"max_context: found {max_context} for a session that has no end (forever); leave it "
+            "out"
+        )
     capacity = planner.max_context if max_context is None else max_context
     integer("max_context", capacity, 1, planner.max_context)
     if offload is not None:
         one_of("offload", offload, OFFLOADS)
     mine = planner.method, planner.layers
     method, plan = mine if method is None else planner.resolve_method(method)
+    if endless:
+        capacity = planner.stream_rows(method, plan)
     placement = planner.placement(method, plan, capacity, offload)
     try:
         with current(loaded.device):

@@ -63,7 +63,7 @@ def switch(
         except BaseException:
             complete(bank.close if bank is not old else partial(old.relayout, session.plan))
             raise
-        ids = list(session.ids)
+        ids = session.ids.copy()
 
         def take() -> None:
             session.go_on(runner, points)
@@ -109,7 +109,8 @@ def fork(session: SessionState, open_session: Callable[..., S]) -> S:
     # not exclusive(): tensors that are made here are written to outside inference mode too
     with loaded.busy():
         replay(session)
-        copy = open_session(loaded, planner, session.method, session.capacity, session.offload)
+        rows = None if session.endless else session.capacity
+        copy = open_session(loaded, planner, session.method, rows, session.offload)
         try:
             if copy.backend != session.backend:
                 switch(copy, copy.method, copy.plan, session.backend, copy.bank.placement)

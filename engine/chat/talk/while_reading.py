@@ -162,7 +162,7 @@ def budget(tokens: int) -> int:
 
 def passage(session: Session, end: int, positions: int = POSITIONS) -> Passage:
     """The tokens before position `end` of a session as a passage; it keeps the session's bank."""
-    ids, start = session.committed[:end], end - positions
+    ids, start = list(session.committed[:end]), end - positions
     choose = MaxOverHeads(budget(end))
     return Passage(
         session.runner.model, session.loaded.rotary, session.bank, ids, start, end, TAIL, choose

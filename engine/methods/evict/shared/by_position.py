@@ -16,7 +16,7 @@ import torch
 from engine.bank.base import Step
 from engine.base.checks import integer
 from engine.base.errors import SettingError
-from engine.methods.base import Runtime, Setup
+from engine.methods.base import Method, Runtime, Setup
 from engine.methods.evict.shared.runtime import EvictingRuntime
 from engine.methods.evict.shared.settings import Evicting
 from engine.methods.evict.shared.store import Part, Rows, Sequence
@@ -68,6 +68,27 @@ class Windowed(Evicting):
         the K [h, s, D] of the sinks.
         """
         raise NotImplementedError
+
+    def streamed(self, config: ModelConfig) -> Method:
+        """A number of tokens, prompts read within them, and nothing else kept."""
+        if not self.own_prefill:
+            return super().streamed(config)
+        if self.tokens is None:
+            raise self.no_stream(f"has share={self.share}, a budget that grows with the text")
+        if config.rope.kind == "dynamic":
+            raise self.no_stream("meets dynamic rope here, which changes with the text's length")
+        return replace(self, forget=True)
+
+    def forgotten(self, length: int) -> str:
+        """Say what a stream of `length` tokens has begun to forget; "" while it holds them all."""
+        if self.tokens is None or length <= self.tokens:
+            return ""
+        sinks = self.sinks(self.tokens, length)
+        first = f"{sinks} sinks and " if sinks else ""
+        return (
+            f"from here on the oldest tokens beyond {first}the newest {self.tokens - sinks:,} are "
+            "forgotten"
+        )
 
     def plan(self, config: ModelConfig) -> LayerPlan:
         if self.clips and config.rope.kind == "dynamic":

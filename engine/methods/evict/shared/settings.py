@@ -71,6 +71,9 @@ class Evicting(Method):
         spans = super().prompt_origins(plan, begin, first, stop, total)
         return [(stop, None)] if begin else spans
 
+    def streamed(self, config: ModelConfig) -> Method:
+        raise self.no_stream("holds a prompt until its end")
+
     def default_budget(self) -> dict[str, Any]:
         """The published budget: {"tokens": n} or {"share": x}."""
         return {"share": 0.2}
