@@ -14,8 +14,8 @@ import torch
 
 from engine.bank.query_ring import SLOTS as RING
 from engine.bank.recurrent.state import FOLD, KEPT, snapshot_bytes, state_bytes
+from engine.base import newest_tokens
 from engine.base.figures import human
-from engine.base.newest_tokens import BYTES, KEPT
 from engine.load.link_bytes import prompt_link_bytes, step_link_bytes
 from engine.load.report import OFFLOAD_CHUNK, ROUND, Item, Plan
 from engine.methods.base import Method, scratch_shape
@@ -40,10 +40,9 @@ from kernels.layer.linear import packs
 from kernels.native.library import missing
 from kernels.recurrent.delta import CHUNK, SEGMENT
 
-
 # of a stream without end, in host memory
 STREAM_ITEMS: tuple[Item, ...] = (
-    ("token ids", BYTES, f"the newest {KEPT} of the text, to go back by"),
+    ("token ids", newest_tokens.BYTES, f"the newest {newest_tokens.KEPT}, to go back by"),
 )
 
 

@@ -32,7 +32,6 @@ from kernels.launch.dispatch import choose_for
 from kernels.launch.shapes import card
 from weights.resolve import Resolved
 
-
 STREAM = 2048  # tokens that a stream keeps where nobody says which method it runs
 # tokens of a stream, whose positions are int32: 248 days at 100 a second
 ENDLESS = 2**31 - 2**16

@@ -1,0 +1,293 @@
+"""Streams without end on real text: loss, milliseconds and bytes, thousand tokens by thousand.
+
+A text's tokens are fed one by one (`--by steps`: teacher forcing) or in chunks (`--by prompts`,
+which is many times as fast and reads what steps read), and the loss of each next one is noted. Each
+line of the comparison runs in a process of its own, whose resident bytes are therefore its own; its
+rows go to OUT/LINE-BY.jsonl as they come. `--report` makes the table and the plot of what is there.
+
+Texts differ in difficulty from page to page, so the same tokens are also scored by streams that
+began only two windows before a part of the text ("fresh"): what a long past costs is the
+difference between the two, not the level.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from engine import LLM, Full, LMInfinite, StreamingLLM, Window
+from engine.base.errors import UsageError
+from engine.cli.figures import resident_bytes
+from engine.session.session import Session
+from tools.bench.header import commit, hardware, load
+from tools.calibrate.texts import read_text
+from tools.common.program import POCKET, guarded, model_label, replace_text, say
+
+ROOT = Path(__file__).resolve().parents[2]
+STREAMS = {"streaming_llm": StreamingLLM, "lm_infinite": LMInfinite, "window": Window}
+LINES = (*STREAMS, "fresh", "full")
+PIECE = 256  # tokens whose logits are computed at once
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.studies.stream",
+        description="Loss, time and bytes of streams without end on real text.",
+    )
+    add = parser.add_argument
+    add("--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)")
+    add("--text", action="append", default=[], help="a file (repeatable; default: the docs here)")
+    add("--tokens", type=int, default=20_000, help="tokens of the stream")
+    add("--every", type=int, default=1000, help="tokens of a row")
+    add("--keep", type=int, default=2048, help="tokens that a stream keeps")
+    add("--restart", type=int, default=10_000, help="tokens of one stream of the line fresh")
+    add("--lines", nargs="+", choices=LINES, default=list(LINES), help="what is compared")
+    add("--dtype", default="auto", help="auto, bfloat16 or float32")
+    add("--device", default="auto", help="auto, cpu or cuda")
+    add("--threads", type=int, default=1, help="CPU threads")
+    add("--out", type=Path, required=True, help="a folder for rows, table and plot")
+    add("--by", choices=("steps", "prompts"), default="steps", help="how tokens are fed")
+    add("--line", choices=LINES, help=argparse.SUPPRESS)  # the process of one line
+    add("--report", action="store_true", help="only write table and plot of what is there")
+    return parser.parse_args(argv)
+
+
+def text_of(args: argparse.Namespace, llm: LLM) -> list[int]:
+    """Token ids of the text: the user's files, or this project's own pages."""
+    files = args.text or ["README.md", *sorted(map(str, (ROOT / "docs").glob("*.md")))]
+    ids = llm.encode("\n\n".join(read_text(str(ROOT / file)) for file in files))
+    if len(ids) <= args.tokens:
+        raise UsageError(
+            f"--tokens: found {args.tokens}, expected fewer than the text's {len(ids)}"
+        )
+    return ids[: args.tokens + 1]
+
+
+# ---------------------------------------------------------------- one line
+
+
+def opened(args: argparse.Namespace, base: LLM) -> LLM:
+    """The LLM of a line: a stream, or full attention with room for all."""
+    if args.line == "full":
+        return LLM.sharing(base, method=Full(), max_context=args.tokens + 64, beyond=True)
+    name = "streaming_llm" if args.line == "fresh" else args.line
+    return LLM.sharing(base, method=STREAMS[name](tokens=args.keep), max_context=None, forever=True)
+
+
+def by_steps(session: Session, ids: list[int], first: int, stop: int) -> float:
+    """Feed tokens first .. stop-1; the sum of the losses of those behind each."""
+    loss = 0.0
+    for at in range(first, stop):
+        loss -= float(torch.log_softmax(session.decode(ids[at]), -1)[ids[at + 1]])
+    return loss
+
+
+def by_prompts(session: Session, ids: list[int], first: int, stop: int) -> float:
+    """As `by_steps`, chunk by chunk."""
+    found: list[float] = []
+
+    def take(x: torch.Tensor, start: int) -> None:
+        at = first + start - begun
+        for piece in range(0, x.shape[1], PIECE):
+            logits = session.loaded.model.logits(x[0, piece : piece + PIECE])
+            wanted = torch.tensor(ids[at + piece + 1 : at + piece + 1 + len(logits)])
+            found.append(float(F.cross_entropy(logits.float(), wanted, reduction="sum")))
+
+    begun = len(session)
+    session.prefill(ids[first:stop], every=take)
+    return sum(found)
+
+
+def sessions(
+    args: argparse.Namespace, llm: LLM, ids: list[int]
+) -> Callable[[int, Session], Session]:
+    """What gives the session that goes on at a position: the same, but for the line fresh."""
+
+    def at(position: int, session: Session) -> Session:
+        if args.line != "fresh" or position % args.restart or not position:
+            return session
+        session.close()
+        begun = llm.session()
+        begun.prefill(ids[max(0, position - 2 * args.keep) : position])  # its window is full again
+        return begun
+
+    return at
+
+
+def run_line(args: argparse.Namespace) -> None:
+    """Run one line and write its rows."""
+    given = dict(dtype=args.dtype, device=args.device, threads=args.threads)
+    base = LLM(args.model, method=Full(), max_context=64, **given)
+    ids, llm = text_of(args, base), opened(args, base)
+    feed = by_steps if args.by == "steps" else by_prompts
+    facts = {
+        "line": args.line,
+        "by": args.by,
+        "method": repr(llm.method),
+        "model": model_label(args.model),
+        "positions": base.config.max_positions,
+        "keep": args.keep,
+        "tokens": args.tokens,
+        "planned": llm.plan().total,
+        "commit": commit(),
+        "hardware": hardware(llm.device),
+        "load": load(),
+        "threads": torch.get_num_threads(),
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    }
+    with (args.out / f"{args.line}-{args.by}.jsonl").open("w", encoding="utf-8") as file:
+        put = partial(print, file=file, flush=True)
+        put(json.dumps(facts))
+        session, go_on = llm.session(), sessions(args, llm, ids)
+        for first in range(0, args.tokens - args.every + 1, args.every):
+            session = go_on(first, session)
+            began = time.perf_counter()
+            loss = feed(session, ids, first, first + args.every) / args.every
+            row = measured(session, loss, 1000 * (time.perf_counter() - began) / args.every)
+            put(json.dumps({"tokens": first + args.every, **row}))
+            say(f"{args.line} {first + args.every:,} {loss:.3f} nats {row['ms']:.2f} ms")
+
+
+def measured(session: Session, loss: float, ms: float) -> dict[str, Any]:
+    """What a row says: nats and milliseconds a token, bytes of the process and of the session, rows
+    of a layer.
+    """
+    stats = session.stats
+    held = stats.bank_bytes + stats.store_bytes + stats.snapshot_bytes + stats.ring_bytes
+    return {
+        "loss": round(loss, 5),
+        "ms": round(ms, 4),
+        "resident": resident_bytes(),
+        "held": held,
+        "rows": session.runtime.rows_read(len(session))[0],
+        "load": load()[0],
+    }
+
+
+# ---------------------------------------------------------------- the report
+
+
+def read_rows(out: Path) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """{line-by: (facts, rows)} of a folder."""
+    found = {}
+    for path in sorted(out.glob("*.jsonl")):
+        facts, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        if rows:
+            found[path.stem] = facts, rows
+    return found
+
+
+def mean(rows: Sequence[dict[str, Any]], what: str) -> float:
+    """The mean of a figure over rows."""
+    return sum(row[what] for row in rows) / len(rows)
+
+
+def tenths(rows: list[dict[str, Any]], keep: int) -> tuple[list[dict], list[dict]]:
+    """The first tenth of the rows in which something was forgotten, and the last tenth of all."""
+    full = [row for row in rows if row["tokens"] > 2 * keep] or rows
+    count = max(1, len(rows) // 10)
+    return full[:count], rows[-count:]
+
+
+def table(found: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]) -> str:
+    """The report as Markdown."""
+    facts = next(iter(found.values()))[0]
+    lines = [
+        f"# Streams of {facts['model']}, which is made for {facts['positions']:,} positions",
+        "",
+        f"{facts['hardware']}, {facts['threads']} thread, commit {facts['commit']}. A stream keeps "
+        f"{facts['keep']:,} tokens. Early: the first tenth after twice as many. Late: the last "
+        "tenth. MB: of the process. Load: others on the machine, which times depend on.",
+        "",
+        "| line | fed by | tokens | nats, early | late | of fresh, late | rows, early, late "
+        "| MB, early, late | ms a token, early, late | load |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    fresh = {row["tokens"]: row["loss"] for row in found.get("fresh-prompts", ({}, []))[1]}
+    for facts, rows in found.values():
+        early, late = tenths(rows, facts["keep"])
+        same = [fresh[row["tokens"]] for row in late if row["tokens"] in fresh]
+        ratio = f"{mean(late, 'loss') * len(same) / sum(same):.3f}" if same else ""
+        pairs = [
+            f"{mean(early, what) / unit:,.{digits}f}, {mean(late, what) / unit:,.{digits}f}"
+            for what, unit, digits in (("rows", 1, 0), ("resident", 1e6, 1), ("ms", 1, 2))
+        ]
+        lines.append(
+            f"| {facts['line']} | {facts['by']} | {rows[-1]['tokens']:,} "
+            f"| {mean(early, 'loss'):.3f} | {mean(late, 'loss'):.3f} | {ratio} "
+            f"| {' | '.join(pairs)} | {mean(rows, 'load'):.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def plot(found: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]], path: Path) -> None:
+    """Three panels over the tokens of the stream: loss, bytes of the process, milliseconds. Needs
+    matplotlib.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(3, 1, figsize=(8.5, 9), sharex=True)
+    panels = ("loss", 1, "nats a token"), ("resident", 1e6, "MB of the process")
+    for axis, (what, unit, label) in zip(axes, (*panels, ("ms", 1, "ms a token (log)"))):
+        for number, (facts, rows) in enumerate(found.values()):
+            values = [row[what] / unit for row in rows]
+            axis.plot([row["tokens"] for row in rows], values, color=f"C{number}", linewidth=1)
+            name = f"{facts['line']}, {facts['by']}"
+            axis.annotate(name, (rows[-1]["tokens"], values[-1]), color=f"C{number}", fontsize=7)
+        axis.axvline(facts["positions"], color="grey", linestyle=":", linewidth=1)
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.25)
+    axes[1].set_yscale("log")
+    axes[2].set_yscale("log")
+    axes[2].set_xlabel(f"tokens of the stream; dotted: {facts['positions']:,}, the model's own")
+    axes[0].set_title(f"{facts['model']}, {facts['keep']:,} tokens kept", fontsize=10)
+    axes[0].margins(x=0.16)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def report(out: Path) -> int:
+    """Write stream.md and, with matplotlib, stream.png of the rows in a folder."""
+    found = read_rows(out)
+    if not found:
+        raise UsageError(f"--out: found no rows in {out}, expected a run before --report")
+    replace_text(out / "stream.md", table(found))
+    print(table(found))
+    try:
+        plot(found, out / "stream.png")
+    except ImportError:
+        say("no plot: it needs matplotlib")
+    return 0
+
+
+def work(args: argparse.Namespace) -> int:
+    """Run what the flags say; the exit code."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.line:
+        run_line(args)
+        return 0
+    for line in () if args.report else args.lines:
+        child = [sys.executable, "-m", "tools.studies.stream", *sys.argv[1:], "--line", line]
+        if code := subprocess.run(child, cwd=ROOT, env=os.environ).returncode:
+            return code
+    return report(args.out)
+
+
+if __name__ == "__main__":
+    raise SystemExit(guarded(lambda: work(arguments()), "stopped; --report shows what is there"))
