@@ -31,12 +31,13 @@ from engine.base.errors import UsageError
 from engine.cli.figures import resident_bytes
 from engine.session.session import Session
 from tools.bench.header import commit, hardware, load
-from tools.calibrate.texts import read_text
+from tools.calibrate.texts import read_text, texts_for
 from tools.common.program import POCKET, guarded, model_label, replace_text, say
 
 ROOT = Path(__file__).resolve().parents[2]
 STREAMS = {"streaming_llm": StreamingLLM, "lm_infinite": LMInfinite, "window": Window}
 LINES = (*STREAMS, "fresh", "full")
+PAGE = 1024  # tokens of a made document
 PIECE = 256  # tokens whose logits are computed at once
 
 
@@ -48,7 +49,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)")
-    add("--text", action="append", default=[], help="a file (repeatable; default: the docs here)")
+    add(
+        "--text",
+        action="append",
+        default=[],
+        help="a file (repeatable; default: pages of this project, or of the shipped model's kind)",
+    )
     add("--tokens", type=int, default=20_000, help="tokens of the stream")
     add("--every", type=int, default=1000, help="tokens of a row")
     add("--keep", type=int, default=2048, help="tokens that a stream keeps")
@@ -65,9 +71,15 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def text_of(args: argparse.Namespace, llm: LLM) -> list[int]:
-    """Token ids of the text: the user's files, or this project's own pages."""
-    files = args.text or ["README.md", *sorted(map(str, (ROOT / "docs").glob("*.md")))]
-    ids = llm.encode("\n\n".join(read_text(str(ROOT / file)) for file in files))
+    """Token ids of the text: the user's files, or this project's own pages; of the shipped model,
+    which knows no other texts, made documents with a question and its answer each.
+    """
+    if args.model == str(POCKET) and not args.text:
+        made = texts_for(llm, [], -(-args.tokens // PAGE) + 8, PAGE, 0)
+        ids = [token for _, page in made for token in page]
+    else:
+        files = args.text or ["README.md", *sorted(map(str, (ROOT / "docs").glob("*.md")))]
+        ids = llm.encode("\n\n".join(read_text(str(ROOT / file)) for file in files))
     if len(ids) <= args.tokens:
         raise UsageError(
             f"--tokens: found {args.tokens}, expected fewer than the text's {len(ids)}"
@@ -129,7 +141,7 @@ def sessions(
 def run_line(args: argparse.Namespace) -> None:
     """Run one line and write its rows."""
     given = dict(dtype=args.dtype, device=args.device, threads=args.threads)
-    base = LLM(args.model, method=Full(), max_context=64, **given)
+    base = LLM(args.model, method=Full(), max_context=4096, **given)
     ids, llm = text_of(args, base), opened(args, base)
     feed = by_steps if args.by == "steps" else by_prompts
     facts = {
