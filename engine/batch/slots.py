@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.base.errors import SettingError
+from engine.base.newest_tokens import NewestTokens
 from engine.batch.batch import Batch
 from engine.methods.base import Method
 from engine.runner.rewind import point_before
@@ -33,6 +34,8 @@ class Slot:
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
     """Length of the longest common prefix of two lists of ids."""
+    if isinstance(one, NewestTokens):
+        return one.shared(other)
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high

@@ -97,8 +97,10 @@ def process_memory(planner: Planner) -> str:
 
 
 def context_used(planner: Planner, session: Session) -> str:
-    """Format how full the context is: 1,598 of 32,768 (5%)."""
+    """Format how full the context is: 1,598 of 32,768 (5%); of a stream, what is forgotten."""
     used, limit = len(session), planner.max_context
+    if session.endless:
+        return f"{used:,}, {session.forgotten:,} of them forgotten"
     return f"{used:,} of {limit:,} ({100 * used / limit:.0f}%)"
 
 
@@ -177,10 +179,10 @@ def stats_text(planner: Planner, session: Session, last: GenerationStats | None)
 def _speed(planner: Planner, session: Session, last: GenerationStats | None) -> Rows:
     s = session.stats
     used, limit = len(session), planner.max_context
-    rows = [
-        ("method", brief(session.method)),
-        ("context", f"{used:,} of {limit:,} tokens ({100 * used / limit:.0f}%)"),
-    ]
+    full = f"{used:,} of {limit:,} tokens ({100 * used / limit:.0f}%)"
+    if session.endless:
+        full = f"without end: {used:,} tokens, {session.forgotten:,} of them forgotten"
+    rows = [("method", brief(session.method)), ("context", full)]
     if s.prefill_seconds:
         rate = s.prefill_tokens / s.prefill_seconds
         rows.append(

@@ -14,9 +14,12 @@ def introduce(planner: Planner, display: Display) -> None:
     assert found is not None  # the command line always names a model
     revision = f" at {found.revision[:12]}" if found.revision else ""
     display.note(f"model {model_name(planner)}, from {found.folder}{revision}")
+    context = f"context {plan.max_context:,} tokens"
+    if plan.forever:
+        context = f"a conversation without end, of which {plan.budget:,} tokens are held"
     display.note(
         f"{plan.dtype} on {plan.device}, {forms_of(planner)}, {brief(planner.method)}, "
-        f"context {plan.max_context:,} tokens; needs {human(plan.total)} at the peak, "
+        f"{context}; needs {human(plan.total)} at the peak, "
         f"of {plan.free_name}"
     )
     if note := start_note(planner):

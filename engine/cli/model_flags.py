@@ -141,6 +141,12 @@ def _placement_flags(add: Callable) -> None:
         action="store_true",
         help="allow a --ctx beyond the positions that the model was made for",
     )
+    add(
+        "--forever",
+        action="store_true",
+        help="conversations without end in constant memory: what is beyond the sinks and the "
+        "newest --tokens of streaming_llm (the default here), lm_infinite or window is forgotten",
+    )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add(

@@ -67,6 +67,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         "ram_budget": args.ram_budget,
         "rope": args.rope,
         "beyond": args.beyond,
+        "forever": args.forever,
         "method": method_of(args, shipped),
         "imagined_gpu": planned.gpu,
         "imagined_host": planned.host,
@@ -101,8 +102,10 @@ def _method_of(args: argparse.Namespace, pocket: bool) -> Method | None:
     pocket: whether the shipped model runs. Raises SettingError for a setting that the method does
     not have or that is out of range.
     """
-    name = args.method or "omnikv"
+    name = args.method or ("streaming_llm" if args.forever else "omnikv")
     flags = {key: value for key in METHOD_FLAGS if (value := getattr(args, key)) is not None}
+    if args.forever and not (args.method or flags or args.set):
+        return None
     if name == "omnikv" and not flags and not args.set:
         if pocket:
             return pocket_method()
@@ -153,7 +156,7 @@ def flag_named(message: str, given: Collection[str] = ()) -> str:
         *METHOD_FLAGS,
         *FLAG_OF,
         *("draft", "threads", "chunk", "device", "dtype", "offload", "compile", "weights"),
-        *("bank", "rope", "beyond", "savepoints"),
+        *("bank", "rope", "beyond", "forever", "savepoints"),
     }
     if not colon or field not in known:
         return message

@@ -70,13 +70,15 @@ class SlotPlan:
         )
 
 
-def plan_slots(plan_of: Callable[[int], Plan], context: int, slots: int, vocab: int) -> SlotPlan:
+def plan_slots(
+    plan_of: Callable[[int], Plan], context: int, slots: int, vocab: int, listed: int = LISTED
+) -> SlotPlan:
     """Plan `slots` sessions of `context` tokens. plan_of(context): one session's plan; vocab: of
-    the logits that every session keeps.
+    the logits that every session keeps; listed: contexts that are tried.
     """
     fitting: list[tuple[int, int]] = []
     length = context
-    while not fitting or (length >= SHORTEST and len(fitting) < LISTED):
+    while not fitting or (length >= SHORTEST and len(fitting) < listed):
         fitting.append((length, _most(plan_of(length), vocab)))
         length //= 2
     plan = plan_of(context)

@@ -120,6 +120,10 @@ class Method:
         """
         raise self.no_stream("keeps the rows of every token")
 
+    def forgotten(self, length: int) -> str:
+        """Say what a stream of `length` tokens has begun to forget; "" while it holds them all."""
+        return ""
+
     def no_stream(self, why: str) -> SettingError:
         """The error for a stream of a method that it does not take."""
         return SettingError(

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 
+LONGEST = 1 << 22  # tokens of a stream's request: its body may be 64 MiB
+
+
 def open_model(args: argparse.Namespace) -> LLM:
     """Plan the model. Raises typed errors."""
     require_sense(args)
@@ -53,7 +56,8 @@ def slots_of(args: argparse.Namespace, llm: LLM, **settings: Any) -> SlotPlan:
         return llm.plan(max_context=context, **settings)
 
     context = llm.plan(**settings).max_context
-    return plan_slots(plan_of, context, args.slots, llm.config.vocab_size)
+    listed = {"listed": 1} if llm.options.forever else {}  # streams are as large whatever is read
+    return plan_slots(plan_of, context, args.slots, llm.config.vocab_size, **listed)
 
 
 def show_plan(args: argparse.Namespace) -> int:
@@ -94,8 +98,16 @@ def serve(args: argparse.Namespace) -> int:
     settings = Settings(alias, args.slots, args.queue, args.timeout, pause=pause)
     service = Service(llm, settings, cache)
     hosts = [] if keys and args.host not in LOOPBACK else [*LOOPBACK, args.host, *args.allow_host]
-    guard = Guard(keys, hosts, most=max(1 << 20, 16 * llm.max_context))
+    guard = Guard(keys, hosts, most=max(1 << 20, 16 * min(llm.max_context, LONGEST)))
     return _run(args, service, make_app(service, guard), links)
+
+
+def _context(llm: LLM) -> str:
+    """How long a conversation may be, or what is forgotten of one without end."""
+    if llm.options.forever:
+        held = llm.plan().budget
+        return f"no end of a conversation: after {held:,}, {llm.method.forgotten(held + 1)}"
+    return f"context of {llm.max_context:,} tokens"
 
 
 def _run(
@@ -144,7 +156,7 @@ def _run(
             name = f"[{args.host}]" if ":" in args.host else args.host
             _say(
                 f"{service.settings.alias} is ready: http://{name}:{port}/v1, for programs; "
-                f"context of {service.llm.max_context:,} tokens"
+                f"{_context(service.llm)}"
             )
             _say(f"open http://{name}:{port}/ in a browser to read a document and ask about it")
 

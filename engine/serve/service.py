@@ -246,6 +246,8 @@ class Service:
                 "invalid_value",
             )
         room = capacity - len(ids)
+        if self.llm.options.forever and ask.max_tokens is None:
+            room = min(room, self.llm.planner.max_context)  # a stream's answer must end somewhere
         params = replace(ask.params, max_tokens=min(ask.max_tokens or room, room))
         mailbox = Mailbox(self._bell)
         own = self.methods[method or self.own]

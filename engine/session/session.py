@@ -127,7 +127,8 @@ class Session(SessionState):
     def reads_again(self, method: Method) -> int:
         """Return how many tokens `set_method(method)` reads again because their rows are gone."""
         self.require_open()
-        return len(self.ids) if self.bank.forgets and method != self.method else 0
+        again = self.bank.forgets and not self.endless and method != self.method
+        return len(self.ids) if again else 0
 
     def set_backend(self, backend: str) -> None:
         """Continue with other launchers ("auto", "reference", "cpu", "native", "triton") over the

@@ -59,6 +59,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--every", type=int, default=1000, help="tokens of a row")
     add("--keep", type=int, default=2048, help="tokens that a stream keeps")
     add("--restart", type=int, default=10_000, help="tokens of one stream of the line fresh")
+    add("--first", type=int, default=0, help="where the line fresh begins: tokens of the text")
     add("--lines", nargs="+", choices=LINES, default=list(LINES), help="what is compared")
     add("--dtype", default="auto", help="auto, bfloat16 or float32")
     add("--device", default="auto", help="auto, cpu or cuda")
@@ -128,7 +129,8 @@ def sessions(
     """What gives the session that goes on at a position: the same, but for the line fresh."""
 
     def at(position: int, session: Session) -> Session:
-        if args.line != "fresh" or position % args.restart or not position:
+        begins = position == args.first or position % args.restart == 0
+        if args.line != "fresh" or not (position and begins):
             return session
         session.close()
         begun = llm.session()
@@ -163,7 +165,8 @@ def run_line(args: argparse.Namespace) -> None:
         put = partial(print, file=file, flush=True)
         put(json.dumps(facts))
         session, go_on = llm.session(), sessions(args, llm, ids)
-        for first in range(0, args.tokens - args.every + 1, args.every):
+        begins = args.first if args.line == "fresh" else 0
+        for first in range(begins, args.tokens - args.every + 1, args.every):
             session = go_on(first, session)
             began = time.perf_counter()
             loss = feed(session, ids, first, first + args.every) / args.every

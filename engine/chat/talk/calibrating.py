@@ -46,6 +46,10 @@ class Calibrating:
     def begin(self, chat: Talk, text: str) -> WhileReading | None:
         """Ask, if necessary, before a document is read. None: do not calibrate on this one."""
         llm, display, asked = chat.llm, chat.display, self.wish is None
+        if llm.options.forever:
+            if not asked:
+                display.line("not calibrated: --forever keeps sinks and a window, and chooses none")
+            return None
         person = sys.stdin is not None and sys.stdin.isatty() and display.tty
         if self.wish is False or asked and (chat.as_json or not person):
             return None

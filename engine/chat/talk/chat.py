@@ -76,6 +76,7 @@ class Chat:
         self.last: GenerationStats | None = None  # figures of the last answer
         self.last_bytes = 0  # K and V bytes that its steps read
         self.warned = False  # that the model is a demonstration
+        self.forgot = False  # whether it was said that the conversation begins to forget
         if not self.conversation.templated:
             display.note("this model has no chat template, so it completes text")
 
@@ -102,6 +103,7 @@ class Chat:
         self.display.clear()
         if self.interrupts.leaving:
             raise KeyboardInterrupt
+        self._say_forgotten()
         if done.tokens < done.total:
             percent = 100 * done.characters // max(1, len(text))
             self.display.line(
@@ -178,8 +180,18 @@ class Chat:
         if self.as_json:
             self._write_json("".join(written), ids, logprobs, piece)
         self._end_line(written)
+        self._say_forgotten()
         self._print_figures(piece)
         return piece.finish_reason or ""
+
+    def _say_forgotten(self) -> None:
+        """Say once what a conversation without end has begun to forget."""
+        session = self.conversation.session
+        if not session.forgotten:
+            self.forgot = False  # emptied, it holds everything again
+        elif not self.forgot:
+            self.forgot = True
+            self.display.line(session.method.forgotten(len(session)))
 
     def _end_line(self, written: list[str]) -> None:
         if not self.as_json and "".join(written)[-1:] != "\n":
@@ -194,7 +206,8 @@ class Chat:
             "finish_reason": piece.finish_reason,
             "token_ids": ids,
             "stats": piece.stats.to_dict(),
-            "context": {"used": len(session), "limit": self.llm.max_context},
+            "context": {"used": len(session), "limit": self.llm.max_context}
+            | ({"forgotten": session.forgotten} if session.endless else {}),
             "documents": [
                 {"name": d.name, "characters": d.stop - d.start}
                 for d in self.conversation.documents

@@ -85,7 +85,7 @@ class Metrics:
         escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         label, busy = f'model_name="{escaped}"', [s.session for s in list(slots.slots) if s.busy]
         room = slots.count * slots.batch.planner.max_context
-        used = sum(len(session) for session in busy) / room
+        used = sum(min(len(session), session.capacity) for session in busy) / room
         rows: list[Row] = [
             ("num_requests_running", "gauge", "answers under way", running),
             ("num_requests_waiting", "gauge", "requests in the queue", waiting),

@@ -80,7 +80,6 @@ class Windowed(Evicting):
         return replace(self, forget=True)
 
     def forgotten(self, length: int) -> str:
-        """Say what a stream of `length` tokens has begun to forget; "" while it holds them all."""
         if self.tokens is None or length <= self.tokens:
             return ""
         sinks = self.sinks(self.tokens, length)
