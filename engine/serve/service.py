@@ -211,6 +211,11 @@ class Service:
         return found
 
     @property
+    def holds(self) -> int | None:
+        """Newest tokens that a conversation without end holds; None where it holds all."""
+        return self.llm.plan().budget if self.llm.options.forever else None
+
+    @property
     def own(self) -> str:
         """The name of what requests get that do not choose: "exact" of a server in exact mode."""
         return "exact" if isinstance(self.llm.method, Exact) else "sparse"

@@ -68,6 +68,7 @@ class MessagesReply:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": self.cached,
             "output_tokens": self.written,
+            **self.answers.forgotten(self.prompt + self.written),
         }
 
     def _stopped(self, event: Wrote) -> dict[str, Any]:
@@ -135,6 +136,7 @@ class MessagesReply:
         if event.finish:
             found += self._ended()
             usage = {"output_tokens": self.written}
+            usage |= self.answers.forgotten(self.prompt + self.written)
             found.append(_event("message_delta", delta=self._stopped(event), usage=usage))
         return found
 

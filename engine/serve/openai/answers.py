@@ -16,7 +16,8 @@ Part = str | Call | Thought
 class Answers:
     """A request's answers. scanner: makes what finds the calls in one; None where the request
     offers no tools. thinker: the same of thoughts. chat: white space in front of an answer is not
-    shown. thinking: tokens of thoughts so far.
+    shown. thinking: tokens of thoughts so far. holds: newest tokens that a conversation without end
+    holds; None: all of them.
     """
 
     def __init__(
@@ -24,13 +25,21 @@ class Answers:
         chat: bool,
         scanner: Callable[[], CallScanner] | None = None,
         thinker: Callable[[], TagScanner | ChannelScanner] | None = None,
+        holds: int | None = None,
     ) -> None:
+        self._holds = holds
         self._chat, self._scanner, self._thinker = chat, scanner, thinker
         self._scanners: dict[int, CallScanner] = {}
         self._thinkers: dict[int, TagScanner | ChannelScanner] = {}
         self._begun: set[int] = set()
         self.called: dict[int, list[Call]] = {}  # choice -> its calls so far
         self.thinking = 0
+
+    def forgotten(self, tokens: int) -> dict[str, int]:
+        """What the usage adds for a conversation without end of so many tokens: how many of them
+        are forgotten.
+        """
+        return {} if self._holds is None else {"forgotten_tokens": max(0, tokens - self._holds)}
 
     def parts(self, event: Wrote) -> list[Part]:
         """What a step adds: thoughts and texts, none of them empty, and calls."""

@@ -62,6 +62,7 @@ class Reply:
             "total_tokens": self.prompt + self.written,
             "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": {"reasoning_tokens": self.answers.thinking},
+            **self.answers.forgotten(self.prompt + self.written),
         }
 
     def head(self, chunk: bool) -> dict[str, Any]:

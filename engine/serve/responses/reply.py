@@ -74,6 +74,7 @@ class ResponsesReply:
             "output_tokens": self.written,
             "output_tokens_details": {"reasoning_tokens": self.answers.thinking},
             "total_tokens": self.prompt + self.written,
+            **self.answers.forgotten(self.prompt + self.written),
         }
 
     def whole(self, events: Iterable[Wrote], choices: int) -> dict[str, Any]:

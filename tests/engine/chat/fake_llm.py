@@ -25,7 +25,8 @@ class FakeSession:
         self.llm, self.ids, self.log = llm, [], []
         self.selections, self.selection_scores = {}, {}
         self.stats, self.method = SessionStats(bank_bytes=640), Full()
-        self.capacity = llm.max_context
+        self.capacity = self.limit = llm.max_context
+        self.endless, self.forgotten = False, 0
         # a plan of one layer that chooses, at every length
         self.plan = SimpleNamespace(sparse_layers=(1,), partial_layers=(1,))
         self.runner = SimpleNamespace(dense_below=0)
@@ -149,7 +150,11 @@ class FakeLLM:
         self.config = SimpleNamespace(
             num_layers=2, kv_bytes=lambda size: 8 * size, rows_seen=lambda n: [n, n], bank="model"
         )
-        self.folder, self.few_bits, self.options = None, None, SimpleNamespace(weights="auto")
+        self.folder, self.few_bits, self.options = (
+            None,
+            None,
+            SimpleNamespace(weights="auto", forever=False),
+        )
         self.planner = self
         self.method = Full()
         self.resolved = SimpleNamespace(

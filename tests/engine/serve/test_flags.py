@@ -30,6 +30,8 @@ ASKED = [
     ("--rope linear:2", {"rope": "linear:2"}),
     ("--savepoints 3", {"savepoints": 3}),
     ("--beyond --ctx 64K", {"beyond": True, "max_context": 65536}),
+    ("--forever", {"forever": True, "method": None}),
+    ("--forever --tokens 64", {"tokens": 64}),
     ("--device cpu", {"device": "cpu"}),
     ("--dtype float32", {"dtype": "float32"}),
     ("--weights int4", {"weights": "int4"}),
@@ -67,7 +69,7 @@ def flags_of(parser, titles=None):
 
 def test_every_flag_that_says_what_runs_is_in_both_programs_and_in_this_table():
     shared = flags_of(chat_flags.parser(), SHARED)
-    assert len(shared) == 31 and not shared - flags_of(serve.parser())
+    assert len(shared) == 32 and not shared - flags_of(serve.parser())
     tried = {word for flags, _ in ASKED for word in flags.split() if word.startswith("--")}
     assert shared - tried == {"--calibrate"}  # refused: see below
     helps = [
