@@ -27,13 +27,11 @@ from engine.serve.flags import LOOPBACK, keys_of, parser, require_sense
 from engine.serve.http.listening import ACCEPTS, listen, places
 from engine.serve.service import Service
 from engine.terminal.display import Display
+from engine.terminal.documents import LONGEST_CONTEXT
 from kernels.native.library import COMPILING, to_compile
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
-
-
-LONGEST = 1 << 22  # tokens of a stream's request: its body may be 64 MiB
 
 
 def open_model(args: argparse.Namespace) -> LLM:
@@ -98,7 +96,7 @@ def serve(args: argparse.Namespace) -> int:
     settings = Settings(alias, args.slots, args.queue, args.timeout, pause=pause)
     service = Service(llm, settings, cache)
     hosts = [] if keys and args.host not in LOOPBACK else [*LOOPBACK, args.host, *args.allow_host]
-    guard = Guard(keys, hosts, most=max(1 << 20, 16 * min(llm.max_context, LONGEST)))
+    guard = Guard(keys, hosts, most=max(1 << 20, 16 * min(llm.max_context, LONGEST_CONTEXT)))
     return _run(args, service, make_app(service, guard), links)
 
 

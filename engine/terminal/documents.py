@@ -18,6 +18,7 @@ from engine.text.papers.papers import Paper, bounded, paper
 
 # bytes; a document of 16 MB fills contexts of some 4 million tokens, and its tokens need 1 GB
 LONGEST = 16 << 20
+LONGEST_CONTEXT = 1 << 24  # tokens: beyond any released model
 BYTES_PER_TOKEN = 256  # no vocabulary's longest token has more
 PACKED = 64 << 20  # bytes of a file that is more than its text, such as a PDF with pictures
 
@@ -59,8 +60,10 @@ class Read:
 
 
 def longest_document(max_context: int) -> int:
-    """Bytes of a document that a context of `max_context` tokens might still hold."""
-    return max(LONGEST, BYTES_PER_TOKEN * max_context)
+    """Bytes of a document that a context of `max_context` tokens might still hold; of one without
+    end, as many as LONGEST_CONTEXT may: it is read from one buffer.
+    """
+    return max(LONGEST, BYTES_PER_TOKEN * min(max_context, LONGEST_CONTEXT))
 
 
 def read_documents(names: Sequence[str], longest: int, say: Callable[[str], None]) -> list[Given]:

@@ -96,7 +96,7 @@ def opened(args: argparse.Namespace, base: LLM) -> LLM:
     if args.line == "full":
         return LLM.sharing(base, method=Full(), max_context=args.tokens + 64, beyond=True)
     name = "streaming_llm" if args.line == "fresh" else args.line
-    return LLM.sharing(base, method=STREAMS[name](tokens=args.keep), max_context=None, forever=True)
+    return LLM.sharing(base, method=STREAMS[name](tokens=args.keep), forever=True)
 
 
 def by_steps(session: Session, ids: list[int], first: int, stop: int) -> float:

@@ -80,6 +80,14 @@ def test_a_stream_is_the_papers_simulation_at_every_step(name, heads, backend):
         assert session.runtime.rows_read(131) == [24] * LAYERS
 
 
+def test_an_llm_of_streams_shares_its_weights():
+    llm = stream_llm(StreamingLLM(tokens=24))
+    again, finite = LLM.sharing(llm), LLM.sharing(llm, forever=False)
+    assert again.max_context == ENDLESS and finite.max_context == 32 == llm.config.max_positions
+    with again.session() as one, llm.session() as other:
+        assert torch.equal(one.prefill(random_ids(90)), other.prefill(random_ids(90)))
+
+
 @each
 def test_a_stream_is_a_session_with_room_for_all(name):
     """Whose angles are products in float32: within its rounding at these positions."""
