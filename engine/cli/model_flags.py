@@ -102,7 +102,9 @@ def setting(text: str) -> tuple[str, object]:
 
 def model_flags(parser: argparse.ArgumentParser) -> None:
     """Add the groups of flags that say what runs, and where. --model is the caller's."""
-    _placement_flags(parser.add_argument_group("context and placement").add_argument)
+    add = parser.add_argument_group("context and placement").add_argument
+    _length_flags(add)
+    _placement_flags(add)
     add = parser.add_argument_group("method").add_argument
     _method_flags(add)
     _budget_flags(add)
@@ -122,7 +124,7 @@ def fits_flag(add: Callable, about: str) -> None:
     )
 
 
-def _placement_flags(add: Callable) -> None:
+def _length_flags(add: Callable) -> None:
     add(
         "--ctx",
         type=scaled,
@@ -147,6 +149,9 @@ def _placement_flags(add: Callable) -> None:
         help="conversations without end in constant memory: what is beyond the sinks and the "
         "newest --tokens of streaming_llm (the default here), lm_infinite or window is forgotten",
     )
+
+
+def _placement_flags(add: Callable) -> None:
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add(

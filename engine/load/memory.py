@@ -14,7 +14,6 @@ import torch
 
 from engine.bank.query_ring import SLOTS as RING
 from engine.bank.recurrent.state import FOLD, KEPT, snapshot_bytes, state_bytes
-from engine.base import newest_tokens
 from engine.base.figures import human
 from engine.load.link_bytes import prompt_link_bytes, step_link_bytes
 from engine.load.report import OFFLOAD_CHUNK, ROUND, Item, Plan
@@ -39,11 +38,6 @@ from kernels.launch.dispatch import NATIVE, ON_CPU
 from kernels.layer.linear import packs
 from kernels.native.library import missing
 from kernels.recurrent.delta import CHUNK, SEGMENT
-
-# of a stream without end, in host memory
-STREAM_ITEMS: tuple[Item, ...] = (
-    ("token ids", newest_tokens.BYTES, f"the newest {newest_tokens.KEPT}, to go back by"),
-)
 
 
 def default_chunk(device_type: str, config: ModelConfig) -> int:
@@ -492,14 +486,13 @@ def plan_at(
     imagined_host: int | None = None,
     idle_host: int = 0,
     savepoints: int = 0,
-    forever: bool = False,
 ) -> Plan:
     """Plan a model with chunks of `chunk` tokens (None: the device's default).
 
     max_context None: the model's own length or what fits. budget, host_budget: bytes of device and
     host memory to stay within. imagined, imagined_host, idle_host: as in `free_bytes`. offload:
     "auto" offloads on a GPU what does not fit, "host" all that can be, "device" nothing. slots: per
-    selected token. weights: see `memory_items`. forever: of streams, which stay as large.
+    selected token. weights: see `memory_items`.
     """
     chunk = chunk or default_chunk(device.type, config)
     found = free_bytes(device, budget, host_budget, imagined, imagined_host, idle_host)
@@ -519,8 +512,7 @@ def plan_at(
         largest_context=largest,
         chunk=context if needs.one_chunk else min(chunk, context),
         dense_below=method.dense_below_tokens(layers, config, size, device.type, context),
-        items=search.items(context, placement) + (STREAM_ITEMS if forever else ()),
-        forever=forever,
+        items=search.items(context, placement),
         free=found.bytes,
         free_name=found.name,
         note=note,

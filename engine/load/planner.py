@@ -100,7 +100,7 @@ class Planner:
             chunk = chunk or default_chunk(self.device.type, self.config)
             max_context = self.stream_rows(method, layers, chunk)
         model = self.name, self.config, method, layers, self.dtype, self.device
-        return make_plan(
+        plan = make_plan(
             *model,
             max_context,
             chunk,
@@ -115,8 +115,8 @@ class Planner:
             imagined_host=options.imagined_host,
             idle_host=self.host_tier.idle,
             savepoints=options.savepoints,
-            forever=options.forever,
         )
+        return plan.without_end() if options.forever else plan
 
     def stream_rows(self, method: Method, layers: LayerPlan, chunk: int | None = None) -> int:
         """Rows that a stream of a method holds at once, however long it is: its store's, and a

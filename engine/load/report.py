@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.base.errors import OutOfMemoryPlan
 from engine.base.figures import brief, human
+from engine.base.newest_tokens import BYTES, KEPT
 from engine.load.link_bytes import SLOW_LINK
 from engine.methods.base import Method
 from engine.plan.free_memory import HEADROOM
@@ -67,6 +68,13 @@ class Plan:
     head_copy: int = 0
     kernels: str = ""
     forever: bool = False
+
+    def without_end(self) -> Plan:
+        """This plan as that of streams, which hold max_context rows however long they are, and the
+        newest token ids.
+        """
+        ids = "token ids", BYTES, f"the newest {KEPT} of the text, to go back by"
+        return replace(self, forever=True, items=(*self.items, ids))
 
     @property
     def total(self) -> int:

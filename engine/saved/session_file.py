@@ -56,6 +56,11 @@ def require_savable(session: SessionState) -> None:
     """Raise SettingError if a session has state that a file cannot restore."""
     name, needs = session.method.name, session.runtime.needs
     if needs.forgets:
+        if session.history.prompt_is_open(len(session)):
+            raise SettingError(
+                f"save: found a prompt of {name} that goes on, expected its end; read the rest, or "
+                "let it answer first"
+            )
         if session.runtime.state() is None:
             waits = len(session) - session.runtime.waiting_from(len(session))
             raise SettingError(

@@ -116,6 +116,7 @@ class FakePlan:
     items: tuple = (("weights", 1000, ""), ("context bank", 640, ""))
     note: str = ""
     unheeded: str = ""
+    forever: bool = False
 
     @property
     def step_weights(self):

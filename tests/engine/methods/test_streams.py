@@ -360,6 +360,22 @@ def test_streams_of_a_batch_go_on_past_what_they_hold():
             torch.testing.assert_close(found[session], one.decode(token), atol=1e-4, rtol=0)
 
 
+@each
+def test_a_prompt_of_a_stream_may_be_read_in_parts(name, tmp_path):
+    """As a server reads it beside the answers of others."""
+    llm, ids = stream_llm(KINDS[name][0]), random_ids(150, seed=9)
+    with llm.session() as parts, llm.session() as whole:
+        for first, stop in ((0, 1), (1, 48), (48, 101)):
+            parts.prefill(ids[first:stop], more=True)
+            assert parts.bank.nbytes < whole.bank.nbytes + 16 * 256 * LAYERS
+        with pytest.raises(SettingError, match=f"a prompt of {name} that goes on, expected its"):
+            parts.save(tmp_path / "open")
+        parts.prefill(ids[101:])
+        torch.testing.assert_close(parts.last_logits, whole.prefill(ids), atol=1e-5, rtol=0)
+        torch.testing.assert_close(parts.decode(4), whole.decode(4), atol=1e-5, rtol=0)
+        assert parts.runtime.positions(1) == whole.runtime.positions(1)
+
+
 def test_an_answer_does_not_end_at_what_is_held():
     llm = stream_llm(StreamingLLM(tokens=24))
     params = SamplingParams(max_tokens=300, ignore_eos=True)

@@ -9,6 +9,7 @@ in the same way, so a token's K and V are those of a model that never saw more.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -103,8 +104,9 @@ class Windowed(Evicting):
         return super().plan(config)
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        needs = super().needs(plan, config, capacity, itemsize)
         # a budget by share is computed before the prompt is read
-        return replace(super().needs(plan, config, capacity, itemsize), final_call=None)
+        return replace(needs, final_call=0 if self.own_prefill and self.tokens else None)
 
     def waiting(self, capacity: int) -> int:
         """None: what a chunk leaves goes into the store at once."""
@@ -136,9 +138,12 @@ class WindowedRuntime(EvictingRuntime):
         self.rotary = Rotary(setup.config, setup.device)
 
     def sizes(self, length: float) -> tuple[int, int]:
-        """(sinks, window) after a prompt of `length` tokens."""
-        budget = self.method.budget(self.plan, int(length))
-        sinks = self.method.sinks(budget, int(length))
+        """(sinks, window) after a prompt of `length` tokens; infinite while it goes on, which a
+        number of tokens does not ask.
+        """
+        tokens = 0 if math.isinf(length) else int(length)
+        budget = self.method.budget(self.plan, tokens)
+        sinks = self.method.sinks(budget, tokens)
         return sinks, budget - sinks
 
     def attend_rows(
@@ -265,7 +270,7 @@ class WindowedRuntime(EvictingRuntime):
         so.
         """
         if self.method.own_prefill:
-            sequence.allot(self.method.budgets(self.plan, int(self.total)))
+            sequence.allot([sum(self.sizes(self.total))] * self.plan.num_layers)
             self.fold(b, None, self.choose_read)
 
     def choose_read(
@@ -275,7 +280,7 @@ class WindowedRuntime(EvictingRuntime):
         earlier and smaller budget has dropped the true ones, and as many as its end may keep.
         """
         (part,), budget = parts, sequence.budgets[layer]
-        sinks = self.method.sinks(budget, int(self.total))
+        sinks, _ = self.sizes(self.total)
         order = torch.argsort(part.positions, dim=1)
         true = int((part.positions[0] < sinks).sum())
         newest = max(sinks, order.shape[1] - (budget - true))
