@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="a folder for rows, table and plot")
     add("--by", choices=("steps", "prompts"), default="steps", help="how tokens are fed")
     add("--line", choices=LINES, help=argparse.SUPPRESS)  # the process of one line
+    add("--flat", action="store_true", help="only time steps of a young and an old stream in turn")
     add("--report", action="store_true", help="only write table and plot of what is there")
     return parser.parse_args(argv)
 
@@ -191,6 +193,35 @@ def measured(session: Session, loss: float, ms: float) -> dict[str, Any]:
     }
 
 
+ROUNDS, STEPS = 12, 25  # of the two streams in turn
+
+
+def flat(args: argparse.Namespace) -> int:
+    """Time steps of a stream that has just begun to forget and of one of `--tokens` tokens, in turn
+    in one process: medians of this thread's processor time, and the bytes of both.
+    """
+    base = LLM(args.model, method=Full(), max_context=4096, threads=args.threads)
+    ids, args.line = text_of(args, base), "streaming_llm"
+    llm = opened(args, base)
+    young, old = llm.session(), llm.session()
+    young.prefill(ids[: 2 * args.keep])
+    old.prefill(ids[: args.tokens])
+    spent: dict[str, list[float]] = {"young": [], "old": []}
+    for _ in range(ROUNDS):
+        for name, session in (("young", young), ("old", old)):
+            began = time.thread_time()
+            for token in ids[:STEPS]:
+                session.decode(token)
+            spent[name].append(1000 * (time.thread_time() - began) / STEPS)
+    for name, session in (("young", young), ("old", old)):
+        print(
+            f"{name}: {len(session):,} tokens, {median(spent[name]):.3f} ms of processor time a "
+            f"step (least {min(spent[name]):.3f}), {measured(session, 0.0, 0.0)['held']:,} bytes"
+        )
+    print(f"{hardware(llm.device)}; load {load()}; commit {commit()}")
+    return 0
+
+
 # ---------------------------------------------------------------- the report
 
 
@@ -294,6 +325,8 @@ def report(out: Path) -> int:
 def work(args: argparse.Namespace) -> int:
     """Run what the flags say; the exit code."""
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.flat:
+        return flat(args)
     if args.line:
         run_line(args)
         return 0
