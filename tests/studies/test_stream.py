@@ -49,7 +49,7 @@ def test_fresh_streams_begin_two_windows_before_and_score_the_same_text(llm):
     assert stream.sessions(args, llm, ids)(200, begun) is begun
 
 
-def test_the_report_compares_early_with_late_and_with_fresh(tmp_path, capsys):
+def test_the_report_compares_early_with_late_and_lines_with_a_stream(tmp_path, capsys):
     facts = {
         "line": "streaming_llm", "by": "prompts", "model": "m", "positions": 100, "keep": 200,
         "hardware": "cpu", "threads": 1, "commit": "abc",
@@ -66,8 +66,9 @@ def test_the_report_compares_early_with_late_and_with_fresh(tmp_path, capsys):
     assert stream.report(tmp_path) == 0
     text = (tmp_path / "stream.md").read_text()
     assert text in capsys.readouterr().out + "\n"
-    row = next(line for line in text.splitlines() if line.startswith("| streaming_llm"))
-    assert "| 4,000 | 2.200 | 2.200 | 1.100 | 24, 24 | 5.0, 5.0 | 1.50, 1.50 | 0.5 |" in row
+    tail = "24, 24 | 5.0, 5.0 | 1.50, 1.50 | 0.5 | abc |"
+    assert f"| streaming_llm | prompts | 4,000 | 2.200, 2.200 | 1.000 | {tail}" in text
+    assert f"| fresh | prompts | 4,000 | 2.000, 2.000 | 0.909 | {tail}" in text
     with pytest.raises(UsageError, match="found no rows"):
         stream.report(tmp_path / "none")
 

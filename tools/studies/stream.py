@@ -38,6 +38,8 @@ from tools.common.program import POCKET, guarded, model_label, replace_text, say
 ROOT = Path(__file__).resolve().parents[2]
 STREAMS = {"streaming_llm": StreamingLLM, "lm_infinite": LMInfinite, "window": Window}
 LINES = (*STREAMS, "fresh", "full")
+REFERENCE = "streaming_llm-prompts"  # the line and feed that others are compared with
+SMOOTH = 2  # rows on either side of one that the plot takes the mean of
 PAGE = 1024  # tokens of a made document
 PIECE = 256  # tokens whose logits are computed at once
 
@@ -241,9 +243,10 @@ def mean(rows: Sequence[dict[str, Any]], what: str) -> float:
 
 
 def tenths(rows: list[dict[str, Any]], keep: int) -> tuple[list[dict], list[dict]]:
-    """The first tenth of the rows in which something was forgotten, and the last tenth of all."""
+    """The first rows in which something was forgotten and the last ones: a tenth of the tokens."""
     full = [row for row in rows if row["tokens"] > 2 * keep] or rows
-    count = max(1, len(rows) // 10)
+    last = rows[-1]["tokens"]
+    count = max(1, sum(row["tokens"] > last - last // 10 for row in rows))
     return full[:count], rows[-count:]
 
 
@@ -253,58 +256,79 @@ def table(found: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]) -> str:
     lines = [
         f"# Streams of {facts['model']}, which is made for {facts['positions']:,} positions",
         "",
-        f"{facts['hardware']}, {facts['threads']} thread, commit {facts['commit']}. A stream keeps "
-        f"{facts['keep']:,} tokens. Early: the first tenth after twice as many. Late: the last "
-        "tenth. MB: of the process. Load: others on the machine, which times depend on.",
+        f"{facts['hardware']}, {facts['threads']} thread. A stream keeps {facts['keep']:,} tokens.",
+        "Early: the first tenth after twice as many. Late: the last tenth. Ratio: of the late loss",
+        f"to that of {REFERENCE} on the same tokens, since texts differ in difficulty. MB: of the",
+        "process. Load: mean of what else ran on the machine, which times depend on.",
         "",
-        "| line | fed by | tokens | nats, early | late | of fresh, late | rows, early, late "
-        "| MB, early, late | ms a token, early, late | load |",
+        "| line | fed by | tokens | nats, early, late | ratio | rows, early, late "
+        "| MB, early, late | ms a token, early, late | load | commit |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    fresh = {row["tokens"]: row["loss"] for row in found.get("fresh-prompts", ({}, []))[1]}
+    reference = {row["tokens"]: row["loss"] for row in found.get(REFERENCE, ({}, []))[1]}
     for facts, rows in found.values():
         early, late = tenths(rows, facts["keep"])
-        same = [fresh[row["tokens"]] for row in late if row["tokens"] in fresh]
-        ratio = f"{mean(late, 'loss') * len(same) / sum(same):.3f}" if same else ""
-        pairs = [
+        there = [reference[row["tokens"]] for row in late if row["tokens"] in reference]
+        ratio = f"{mean(late, 'loss') * len(there) / sum(there):.3f}" if there else ""
+        nats, *others = [
             f"{mean(early, what) / unit:,.{digits}f}, {mean(late, what) / unit:,.{digits}f}"
-            for what, unit, digits in (("rows", 1, 0), ("resident", 1e6, 1), ("ms", 1, 2))
+            for what, unit, digits in (
+                ("loss", 1, 3),
+                ("rows", 1, 0),
+                ("resident", 1e6, 1),
+                ("ms", 1, 2),
+            )
         ]
         lines.append(
-            f"| {facts['line']} | {facts['by']} | {rows[-1]['tokens']:,} "
-            f"| {mean(early, 'loss'):.3f} | {mean(late, 'loss'):.3f} | {ratio} "
-            f"| {' | '.join(pairs)} | {mean(rows, 'load'):.1f} |"
+            f"| {facts['line']} | {facts['by']} | {rows[-1]['tokens']:,} | {nats} | {ratio} "
+            f"| {' | '.join(others)} | {mean(rows, 'load'):.1f} | {facts['commit']} |"
         )
     return "\n".join(lines) + "\n"
 
 
+def smooth(rows: list[dict[str, Any]], what: str, unit: float) -> list[float]:
+    """A figure of every row, the mean of it and its neighbours."""
+    return [mean(rows[max(0, i - SMOOTH) : i + SMOOTH + 1], what) / unit for i in range(len(rows))]
+
+
 def plot(found: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]], path: Path) -> None:
-    """Three panels over the tokens of the stream: loss, bytes of the process, milliseconds. Needs
-    matplotlib.
+    """Three panels over the tokens of the stream: the reference's loss, that of others beyond it,
+    and bytes of the process. Needs matplotlib.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(3, 1, figsize=(8.5, 9), sharex=True)
-    panels = ("loss", 1, "nats a token"), ("resident", 1e6, "MB of the process")
-    for axis, (what, unit, label) in zip(axes, (*panels, ("ms", 1, "ms a token (log)"))):
-        for number, (facts, rows) in enumerate(found.values()):
-            values = [row[what] / unit for row in rows]
-            axis.plot([row["tokens"] for row in rows], values, color=f"C{number}", linewidth=1)
-            name = f"{facts['line']}, {facts['by']}"
-            axis.annotate(name, (rows[-1]["tokens"], values[-1]), color=f"C{number}", fontsize=7)
+    reference = {row["tokens"]: row["loss"] for row in found.get(REFERENCE, ({}, []))[1]}
+    figure, axes = pyplot.subplots(3, 1, figsize=(8.5, 9.5), sharex=True)
+    for number, (name, (facts, rows)) in enumerate(found.items()):
+        known = [row for row in rows if row["tokens"] in reference]
+        beside = [{**row, "more": row["loss"] - reference[row["tokens"]]} for row in known]
+        panels = [(rows, "resident", 1e6), (beside, "more", 1)]
+        if name == REFERENCE:
+            panels[1] = rows, "loss", 1
+        for some, what, unit in panels:
+            axis = axes[("loss", "more", "resident").index(what)]
+            values = smooth(some, what, unit)
+            at = [row["tokens"] for row in some]
+            axis.plot(at, values, color=f"C{number}", linewidth=1.2)
+            if some:
+                label = f" {facts['line']}, {facts['by']}"
+                axis.annotate(label, (at[-1], values[-1]), color=f"C{number}", fontsize=7)
+    labels = "nats a token", f"nats more than {REFERENCE}", "MB of the process"
+    for axis, label in zip(axes, labels):
         axis.axvline(facts["positions"], color="grey", linestyle=":", linewidth=1)
         axis.set_ylabel(label)
         axis.grid(alpha=0.25)
-    axes[1].set_yscale("log")
-    axes[2].set_yscale("log")
+        axis.margins(x=0.2)
+    axes[0].set_ylim(bottom=0)
+    axes[2].set_ylim(bottom=0)
     axes[2].set_xlabel(f"tokens of the stream; dotted: {facts['positions']:,}, the model's own")
-    axes[0].set_title(f"{facts['model']}, {facts['keep']:,} tokens kept", fontsize=10)
-    axes[0].margins(x=0.16)
+    kept = f"{facts['model']}, {facts['keep']:,} tokens kept; means of {2 * SMOOTH + 1} rows"
+    axes[0].set_title(kept, fontsize=10)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
