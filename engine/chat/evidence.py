@@ -72,7 +72,8 @@ def _nothing_sparse(chat: Chat) -> str:
     name = session.method.name
     if not session.plan.sparse_layers:
         reads = "drops tokens and chooses none" if session.plan.partial_layers else "reads all"
-        return f"{name} {reads}; {CHOOSES}"
+        begin = "a conversation without --forever can" if session.endless else CHOOSES
+        return f"{name} {reads}; {begin}"
     return f"{name} is {found}; {CHOOSES}" if (found := waits(session)) else ""
 
 

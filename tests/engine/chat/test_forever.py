@@ -29,7 +29,7 @@ def talk(monkeypatch, capsys, *lines, flags=SMALL):
 
 def test_a_conversation_goes_on_and_says_once_what_it_forgets(monkeypatch, capsys, tmp_path):
     """The document alone is 25 times as long as what is held."""
-    lines = ["What is it?", "And then?", "/stats", "/method full", "/retry", "/reset", "Who?"]
+    lines = ["What is it?", "And then?", "/stats", "/check", "/method full", "/retry", "/reset", "Who?"]
     code, out, err = talk(monkeypatch, capsys, *lines, f"/save {tmp_path / 's'}")
     assert code == 0 and out.count("\n") >= 4
     assert err.count(LINE) == 1 and err.index(LINE) < err.index("welcome.txt: 1,586 tokens read")
@@ -37,7 +37,7 @@ def test_a_conversation_goes_on_and_says_once_what_it_forgets(monkeypatch, capsy
     assert "context 1,586, 1,522 of them forgotten" in err
     assert "without end: 1,6" in err  # /stats
     assert "forever: found full, which keeps the rows of every token; use streaming_llm" in err
-    assert "read again" not in err
+    assert "read again" not in err and "chooses none; a conversation without --forever" in err
     saved = ("--session", str(tmp_path / "s"))
     code, _, err = talk(monkeypatch, capsys, "Where?", flags=(*SMALL, *saved))
     assert code == 0 and "cached" in err
