@@ -326,6 +326,7 @@ def test_columns_with_layers_left_dense(tiny):
     assert [label for label in labels if "dense" in label] == [
         "h2o 30% +dense 0-3",
         "minference 30% +dense 0-3",
+        "random_eviction_all 30% +dense 0-3",
     ]
     assert labels[labels.index("h2o 30%") + 1] == "h2o 30% +dense 0-3"
     with pytest.raises(SettingError, match="found 9, expected numbers from 0 to 5"):
@@ -348,7 +349,7 @@ def test_a_run_goes_on_with_its_own_controls_and_model_only(tiny, tmp_path, caps
     assert run(tiny, out, *FEW, "h2o@30", "--dense-layers-kept", "0", "2") == 0
     page = capsys.readouterr().out
     records = read(out)[1:]
-    assert {r["name"] for r in records} == {"full", "omnikv", "h2o", *CONTROLS}
+    assert {r["name"] for r in records} == {"full", "omnikv", "h2o", *CONTROLS, EVICTION_CONTROL}
     assert {tuple(r["kept"]) for r in records if r["name"] == "h2o"} == {(), (0, 2)}
     assert "| omnikv_one (control) | 1 + " in page and "| h2o 30% +dense 0,2 |" in page
     sparse = [r for r in records if r["name"] == "omnikv"]
