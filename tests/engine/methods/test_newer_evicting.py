@@ -336,10 +336,26 @@ def test_going_back_a_fork_and_a_file_are_exact(method, tmp_path):
                 assert back.runtime.positions(1) == fresh.runtime.positions(1)
 
 
+@OURS
+def test_what_full_attention_has_read_serves_as_well(method):
+    """A change of method in the middle of an answer: all so far is the prompt."""
+    llm, ids = llm_of((2, 4, 2)), random_ids(120, seed=3)
+    with llm.session(Full()) as session, llm.session(method) as fresh:
+        session.prefill(ids[:100])
+        for token in ids[100:]:
+            session.decode(token)
+        session.set_method(method)
+        fresh.prefill(ids)
+        for token in range(11, 23):
+            got, expected = session.decode(token), fresh.decode(token)
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+            assert session.runtime.positions(1) == fresh.runtime.positions(1)
+
+
 @settings(
     deadline=None,
     derandomize=True,
-    max_examples=16,
+    max_examples=12,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )

@@ -242,7 +242,8 @@ class EvictingRuntime(Runtime):
         if step is None:
             return
         self.bank = step.bank
-        sequence.read_to(length, self.layer_budgets(length, step))
+        sequence.read_to(length, self.method.budgets(self.plan, length))
+        sequence.allot(self.layer_budgets(length, step))
         if self.method.cut == "prefill":
             self.fold(0, step, self.choose)
         elif sequence.layers is not None:
