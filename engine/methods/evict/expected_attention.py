@@ -25,6 +25,7 @@ from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary, apply_rope
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
+from kernels.rows.forms import floats, key_floats
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class ExpectedRuntime(EvictingRuntime):
         """Expected weights, infinite for the first tokens."""
         assert sequence.sums is not None
         mean, spread = self._turned(sequence.sums[layer][part.heads], sequence.length, layer)
-        k = part.k.float()
+        k = key_floats(part.k)
         logits = torch.matmul(mean, k.transpose(1, 2)) * self.scale
         if self.method.covariance:
             for group in range(mean.shape[1]):
@@ -149,7 +150,7 @@ class ExpectedRuntime(EvictingRuntime):
         first = (part.positions < self.method.sink).unsqueeze(1)
         scores = logits.masked_fill(first, float("-inf")).softmax(-1).mean(1)
         if self.method.values:
-            scores = scores * part.v.float().norm(dim=-1)
+            scores = scores * floats(part.v).norm(dim=-1)
         return scores.masked_fill(first[:, 0], float("inf"))
 
     def _turned(

@@ -24,6 +24,7 @@ from engine.methods.base import Runtime, Setup
 from engine.methods.evict.shared.periodic import Periodic, PeriodicRuntime
 from engine.methods.evict.shared.store import Part, Sequence
 from engine.methods.evict.snapkv import SnapKV, SnapRuntime
+from kernels.rows.forms import key_floats
 from kernels.select.column_sums import column_sums, tile_floats
 
 
@@ -112,7 +113,7 @@ def redundancy(k: torch.Tensor, similar: float) -> torch.Tensor:
     Costs about what attention of T queries does; no [T, T] exists, only tiles of some of its rows.
     """
     count = k.shape[1]
-    unit = functional.normalize(k.float(), dim=-1, eps=1e-8)
+    unit = functional.normalize(key_floats(k), dim=-1, eps=1e-8)
     sums = torch.zeros(len(k), count, device=k.device)
     each = torch.arange(count, device=k.device)
     size = max(1, tile_floats(k.device) // (len(k) * count))

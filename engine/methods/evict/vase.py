@@ -26,6 +26,7 @@ from engine.methods.evict.roco import REDUCE
 from engine.methods.evict.shared.periodic import Periodic, PeriodicRuntime
 from engine.methods.evict.shared.store import Part, Sequence, best
 from engine.methods.evict.snapkv import SnapKV, SnapRuntime
+from kernels.rows.forms import floats
 
 PROTECTED = 1e30  # below the window's infinity, above every draw
 
@@ -83,7 +84,8 @@ class VaSERuntime(SnapRuntime, PeriodicRuntime):
         count = min(math.floor(method.protect * budget), budget - window, len(scores[0]) - window)
         if count <= 0:
             return scores
-        ranges = part.v.float().amax(-1) - part.v.float().amin(-1)
+        v = floats(part.v)
+        ranges = v.amax(-1) - v.amin(-1)
         ranges = ranges.masked_fill(part.positions < method.sink, float("inf"))
         large = best(ranges[:, :-window], part.positions[:, :-window], count)
         return scores.scatter(1, large, PROTECTED)
