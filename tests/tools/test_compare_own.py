@@ -45,7 +45,7 @@ def test_an_own_method_is_compared(tiny, tmp_path, capsys):
     page = capsys.readouterr().out
     assert "knorm 30%" in page
     found = {r["variant"]: r for r in records(tmp_path)}
-    assert set(found) == {"full", "knorm 30%", "snapkv 30%", "random_eviction_all 30%"}
+    assert set(found) == {"full", "knorm 30%", "snapkv 30%"}
     assert found["knorm 30%"]["bytes_read"] < found["full"]["bytes_read"] / 2
 
 
