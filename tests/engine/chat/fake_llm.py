@@ -112,6 +112,7 @@ class FakePlan:
     device: str = "cpu"
     dtype: str = "float32"
     max_context: int = 512
+    largest_context: int = 512
     host_bytes: int = 0
     items: tuple = (("weights", 1000, ""), ("context bank", 640, ""))
     note: str = ""

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from engine.bank.base import Step
 from engine.base.checks import integer
+from engine.methods.base import Setup
 from engine.methods.evict.shared.runtime import EvictingRuntime
 from engine.methods.evict.shared.settings import Evicting
 from engine.methods.evict.shared.store import Rows, Sequence, best
@@ -42,6 +46,19 @@ class PeriodicRuntime(EvictingRuntime):
     """A store is cut to its budget by `rank`, with the newest token's step."""
 
     method: Periodic
+
+    def __init__(self, method: Evicting, setup: Setup):
+        super().__init__(method, setup)
+        self.step: Step | None = None  # the step under way
+
+    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Keep the step for the cut that may follow."""
+        self.step = step
+        return super().attend(layer, q, step)
+
+    def commit(self, count: int) -> None:
+        super().commit(count)
+        self.step = None
 
     def trim(self, rows: Rows, budget: int, sequence: Sequence, layer: int) -> Rows:
         if rows.held < budget + self.method.every:

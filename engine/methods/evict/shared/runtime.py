@@ -48,7 +48,6 @@ class EvictingRuntime(Runtime):
         self.reading = False  # whether a prompt is being read
         self.total: float = 0  # the length at which that prompt ends; infinite while it goes on
         self.bank: Bank | None = None
-        self.step: Step | None = None  # the step under way
         # (sequence, layer, part number) -> scores of the chunk or step under way
         self.pending: dict[Any, Any] = {}
 
@@ -286,7 +285,7 @@ class EvictingRuntime(Runtime):
 
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """One new token per sequence attends to its store and itself."""
-        self.bank, self.reading, self.step = step.bank, False, step
+        self.bank, self.reading = step.bank, False
         return torch.cat(
             [self._attend(b, layer, q[b : b + 1], step) for b in range(len(self.sequences))]
         )
@@ -317,7 +316,7 @@ class EvictingRuntime(Runtime):
                 self._evict(b, sequence)
             elif self.method.forget:
                 self.forget_read(b, sequence)
-        self.pending, self.step = {}, None
+        self.pending = {}
 
     def forget_read(self, b: int, sequence: Sequence) -> None:
         """Forget rows of the prompt under way that its chunks to come will not attend to; by
