@@ -1,0 +1,165 @@
+"""What a process holds under a method that forgets, beside what its plan says.
+
+Each method reads a prompt of random tokens over random weights and answers a little, in a process
+of its own. `planned` is the plan's total, weights included; `peak` the rise of the process's
+largest resident memory over what it held before there was a model; `after` the rise that is left
+when the prompt's rows are gone. `bank` is what the plan counts with a bank beside the store. Linux
+alone: resident memory is read from /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import LLM
+from engine.base.errors import SettingError
+from engine.methods.evict.shared.settings import Evicting
+from engine.methods.registry import make, methods
+from engine.model.tensors import random_stream
+from tools.bench.header import commit, hardware, load
+from tools.bench.shapes import shape_config
+from tools.common.program import guarded, say
+
+ROOT = Path(__file__).resolve().parents[2]
+ANSWER = 8  # tokens: those of a method that cuts with the first step, and some more
+BOUND = 0.05  # of the plan, by which a peak may differ
+
+
+def evicting() -> list[str]:
+    """The names of the methods that forget."""
+    return [name for name, kind in methods().items() if issubclass(kind, Evicting)]
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.studies.forgetting",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--methods", nargs="+", default=evicting(), metavar="NAME", help="default: all that forget")
+    add("--shape", default="160m", help="random weights of this shape (default 160m)")
+    add("--tokens", type=int, default=32768, help="of the context (default 32768)")
+    add("--dtype", default="bfloat16")
+    add("--threads", type=int, default=1)
+    add("--one", help=argparse.SUPPRESS)  # the method of this process
+    args = parser.parse_args(argv)
+    unknown = [name for name in args.methods if name not in evicting()]
+    if unknown:
+        raise SettingError(
+            f"--methods: found {unknown[0]}, expected some of {', '.join(evicting())}"
+        )
+    return args
+
+
+def resident(field: str) -> int:
+    """Bytes of this process: "VmRSS" now, "VmHWM" at most since `forget_peak`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise SettingError(f"/proc/self/status: found no {field}; this study needs Linux")
+
+
+def forget_peak() -> None:
+    """Have the peak begin at what is resident now (proc(5), clear_refs)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def opened(args: argparse.Namespace, shape: str, tokens: int) -> LLM:
+    """Random weights of a shape under the method of this process."""
+    return LLM.from_stream(
+        shape_config(shape),
+        partial(random_stream, seed=0),
+        method=make(args.one, {"forget": True}),
+        device="cpu",
+        dtype=args.dtype,
+        threads=args.threads,
+        max_context=tokens,
+    )
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """One method, in this process: two prompts of a token, whose stores are kept to go back to,
+    and one that fills the context but for the answer.
+    """
+    with opened(args, "tiny", 256).session() as small:  # loads the kernels and torch's libraries
+        small.prefill(list(range(200)))
+        small.decode(1)
+    before = resident("VmRSS")
+    forget_peak()
+    llm = opened(args, args.shape, args.tokens)
+    plan, beside = llm.plan(), llm.plan(method=make(args.one, {}))
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(llm.config.vocab_size, (args.tokens,), generator=generator).tolist()
+    with llm.session() as session:
+        for prompt in (ids[:1], ids[1:2], ids[2:-ANSWER]):
+            session.prefill(prompt)
+        for token in ids[-ANSWER:]:
+            session.decode(token)
+        peak, after = resident("VmHWM") - before, resident("VmRSS") - before
+        held = session.stats.store_bytes
+    return {
+        "method": args.one,
+        "planned": plan.total,
+        "peak": peak,
+        "after": after,
+        "store": held,
+        "bank": beside.total,
+    }
+
+
+def row(found: dict[str, Any]) -> str:
+    """A method's line of the table, in MB."""
+    mb = {key: f"{value / 1e6:.1f}" for key, value in found.items() if key != "method"}
+    ratio = found["peak"] / found["planned"]
+    return (
+        f"| `{found['method']}` | {mb['bank']} | {mb['planned']} | {mb['peak']} | {ratio:.2f} "
+        f"| {mb['after']} | {mb['store']} |"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; 1 where a peak is further from its plan than BOUND."""
+    args = arguments(argv)
+    if args.one:
+        print(json.dumps(measure(args)))
+        return 0
+    print(f"{args.shape}, {args.dtype}, {args.tokens:,} tokens; {hardware(torch.device('cpu'))}; ")
+    print(f"{args.threads} threads; load {load()}; commit {commit()}. MB, weights included.\n")
+    print("| method | planned with a bank | planned | peak | of the plan | after | store |")
+    print("|---|---:|---:|---:|---:|---:|---:|", flush=True)
+    over = []
+    for name in args.methods:
+        say(f"{name}: reading {args.tokens:,} tokens")
+        flags = ["--shape", args.shape, "--tokens", str(args.tokens), "--dtype", args.dtype]
+        command = [sys.executable, "-m", "tools.studies.forgetting", "--one", name, *flags]
+        done = subprocess.run(
+            [*command, "--threads", str(args.threads)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        if done.returncode:
+            over.append(f"{name}: exit {done.returncode}")
+            continue
+        found = json.loads(done.stdout.splitlines()[-1])
+        print(row(found), flush=True)
+        if abs(found["peak"] - found["planned"]) > BOUND * found["planned"]:
+            over.append(f"{name}: {found['peak'] / found['planned'] - 1:+.0%}")
+    print(
+        f"\n{len(args.methods) - len(over)} of {len(args.methods)} within {BOUND:.0%} of the plan"
+    )
+    for line in over:
+        print(f"outside: {line}")
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(guarded(main))
