@@ -1,16 +1,10 @@
 """Run `python -m examples.web_handler` from the repository's root: a handler of a web server
-(`uvicorn examples.web_handler:app` serves it), asked by three clients at once. It needs the
-packages starlette and httpx: `pip install '.[serve]' httpx`.
+(`uvicorn examples.web_handler:app` serves it; this needs httpx too), asked by three clients.
 """
 
 import asyncio
-import sys
 
-try:
-    import httpx
-    import starlette  # noqa: F401
-except ImportError as error:
-    sys.exit(f"{error}: pip install '.[serve]' httpx")
+import httpx
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import StreamingResponse

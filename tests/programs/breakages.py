@@ -236,7 +236,7 @@ ENGINE = (
     Breakage(
         "an end token is not fed, so that the next turn misses it",
         "engine/session/generate.py",
-        r"(\n +)if not ahead and len\(session\) < session\.capacity:\n\s+yield \w+\(token\)",
+        r"(\n +)if not ahead and len\(session\) < session\.limit:\n\s+yield \w+\(token\)",
         r"\1pass",
         ("tests/engine/session/test_session.py::test_a_token_that_ends_an_answer_is_in_the_session",),
     ),

@@ -211,7 +211,7 @@ STEP = (
     Breakage(
         "an end token is fed twice where its step was issued ahead",
         "engine/session/generate.py",
-        r"(\n +)if not ahead and len\(session\) < session\.capacity:\n +yield DecodeRequest",
+        r"(\n +)if not ahead and len\(session\) < session\.limit:\n +yield DecodeRequest",
         r"\1if True:\1    yield DecodeRequest",
         (f"{AHEAD}::test_an_answer_ends_alike[eos-full]",),
     ),

@@ -112,7 +112,8 @@ def test_a_wrong_eviction_is_seen(monkeypatch):
 
 @pytest.mark.parametrize("name", ["quest", "tidaldecode", "h2o"])
 def test_wrong_attention_over_the_same_choice_is_seen(name, monkeypatch):
-    for owner, hook in ((Selecting, "attend_selection"), (EvictingRuntime, "attend_step")):
+    steps = ((kind, "attend_step") for kind in (EvictingRuntime, AccumulatingRuntime))
+    for owner, hook in ((Selecting, "attend_selection"), *steps):
         wrong_where_timed(monkeypatch, owner, hook, lambda out: out.roll(1, -1))
     with pytest.raises(Mismatch, match="the timed path"):
         verify(contestant(name, tokens=64))

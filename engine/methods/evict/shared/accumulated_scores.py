@@ -178,7 +178,8 @@ class AccumulatingRuntime(EvictingRuntime):
         change: Change | None = None,
     ) -> torch.Tensor:
         """As kernels/select/column_sums.py; a step's of the logits that its attention has left."""
-        logits = self.logits if len(q) else None  # of a query that counts
+        # of a query that counts; an interrupted step may have left its own behind
+        logits = self.logits if len(q) and not self.reading else None
         return column_sums(q, k, first, self.scale, each, change, logits)
 
     def added(
