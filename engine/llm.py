@@ -126,7 +126,7 @@ class LLM:
         of `other`. The plan counts the weights, which are there, so it is not required to fit.
         """
         kept = {name: getattr(other, name) for name in ("method", "max_context", "chunk")}
-        if settings.get("forever", other.options.forever) or other.options.forever:
+        if settings.get("forever") or other.options.forever:
             kept["max_context"] = None  # of a stream it follows from the method
         planner = other.planner.asked(other.planner.host_tier, **{**kept, **settings})
         self = cls.__new__(cls)

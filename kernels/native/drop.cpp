@@ -10,8 +10,10 @@ struct Call {  // strides in bytes, but for those of positions and scores, which
     long key_head, key_row, value_head, value_row;
     int32_t *positions;  // [heads][..]
     long position_head;
-    float *scores;  // [heads][group][..], or NULL: all alike
+    float *scores;  // [heads][group][..], or NULL
     long score_head, score_query;
+    const float *ranks;  // [heads][..], in place of the scores, or NULL
+    long rank_head;
     int key_bytes, value_bytes, heads, group, rows, how, keep_below, keep_from;
 };
 
@@ -32,12 +34,16 @@ inline float reduced(const float *x, long stride, int group, int how) {
 int least(const Call &c, int head) {
     const int32_t *at = c.positions + head * c.position_head;
     const float *scores = c.scores ? c.scores + head * c.score_head : nullptr;
+    const float *ranks = c.ranks ? c.ranks + head * c.rank_head : nullptr;
     int found = 0;
     float best = INFINITY;
     int32_t age = INT32_MAX;
     for (int t = 0; t < c.rows; t++) {
         const bool stays = at[t] < c.keep_below || at[t] >= c.keep_from;
-        const float x = stays ? INFINITY : scores ? reduced(scores + t, c.score_query, c.group, c.how) : 0;
+        const float own = ranks    ? ranks[t]
+                          : scores ? reduced(scores + t, c.score_query, c.group, c.how)
+                                   : 0;
+        const float x = stays ? INFINITY : own;
         if (x < best || (x == best && at[t] < age)) best = x, age = at[t], found = t;
     }
     return found;

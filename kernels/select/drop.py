@@ -26,6 +26,8 @@ class _Call(ctypes.Structure):
         ("position_head", ctypes.c_long),
         ("scores", ctypes.c_void_p),
         *((name, ctypes.c_long) for name in ("score_head", "score_query")),
+        ("ranks", ctypes.c_void_p),
+        ("rank_head", ctypes.c_long),
         *(
             (name, ctypes.c_int)
             for name in (
@@ -55,21 +57,24 @@ def drop_least(
     keep_below: int = 0,
     keep_from: int = NEWEST,
     backend: str = "auto",
+    ranks: torch.Tensor | None = None,
 ) -> None:
     """Drop one of the first `rows` rows of each head.
 
     k, v [h, T, width] floats or packed, last dim contiguous; positions int32 [h, T]; scores float32
-    [h, G, T], reduced over G by `how`, or None, which are all alike. Rows at positions below
+    [h, G, T], reduced over G by `how`, or None, which are all alike; ranks float32 [h, rows], last
+    dim contiguous, decide in their place. Rows at positions below
     `keep_below`, or from `keep_from` on, go only where there are no others. Mutates all four: the
     row at rows - 1 is free afterwards. Raises ValueError for an unknown backend.
     """
     if choose(backend, k, _BINDING.usable) == "native":
-        _drop_natively(k, v, positions, scores, rows, how, keep_below, keep_from)
+        _drop_natively(k, v, positions, scores, rows, how, keep_below, keep_from, ranks)
         return
     held = positions[:, :rows]
-    ranks = torch.zeros_like(held, dtype=torch.float32)
-    if scores is not None:
-        ranks = reduce_group(scores[:, :, :rows], how)
+    if ranks is None:
+        ranks = torch.zeros_like(held, dtype=torch.float32)
+        if scores is not None:
+            ranks = reduce_group(scores[:, :, :rows], how)
     slots = worst(ranks.masked_fill((held < keep_below) | (held >= keep_from), float("inf")), held)
     heads = torch.arange(len(slots), device=slots.device)
     for tensor in (k, v, positions):
@@ -100,6 +105,7 @@ def _drop_natively(
     how: str,
     keep_below: int,
     keep_from: int,
+    ranks: torch.Tensor | None = None,
 ) -> None:
     sizes = k.element_size(), v.element_size()
     call = _Call(
@@ -110,6 +116,8 @@ def _drop_natively(
         None if scores is None else scores.data_ptr(),
         0 if scores is None else scores.stride(0),
         0 if scores is None else scores.stride(1),
+        None if ranks is None else ranks.data_ptr(),
+        0 if ranks is None else ranks.stride(0),
         k.shape[2] * sizes[0], v.shape[2] * sizes[1],
         len(k), 0 if scores is None else scores.shape[1], rows, RULES.index(how),
         keep_below, keep_from,
@@ -123,18 +131,13 @@ def _dropped() -> Iterator[Case]:
     k, v = torch.randn(2, 3, 37, 16, generator=generator)
     positions = torch.stack([torch.randperm(37, generator=generator) for _ in range(3)]).int()
     some = torch.randint(0, 5, (3, 2, 37), generator=generator).float()  # equal scores too
-    for how in RULES:
-        for scores in (some, None):
-            mine = k.clone(), v.clone(), positions.clone(), None if scores is None else some.clone()
-            theirs = (
-                k.clone(),
-                v.clone(),
-                positions.clone(),
-                None if scores is None else some.clone(),
-            )
-            _drop_natively(*mine, 36, how, 4, 30)
-            drop_least(*theirs, 36, how, 4, 30, "reference")
-            for found, expected in zip(mine[:3], theirs[:3]):
-                yield f"a row dropped by {how}", found.float(), expected.float(), torch.float32
-            if mine[3] is not None and theirs[3] is not None:
-                yield f"scores where one is dropped by {how}", mine[3], theirs[3], torch.float32
+    cases = [(how, scores, None) for how in RULES for scores in (some, None)]
+    for how, scores, ranks in (*cases, ("max", some, some[:, 1])):
+        mine = k.clone(), v.clone(), positions.clone(), None if scores is None else some.clone()
+        theirs = k.clone(), v.clone(), positions.clone(), None if scores is None else some.clone()
+        _drop_natively(*mine, 36, how, 4, 30, ranks)
+        drop_least(*theirs, 36, how, 4, 30, "reference", None if ranks is None else ranks[:, :36])
+        for found, expected in zip(mine[:3], theirs[:3]):
+            yield f"a row dropped by {how}", found.float(), expected.float(), torch.float32
+        if mine[3] is not None and theirs[3] is not None:
+            yield f"scores where one is dropped by {how}", mine[3], theirs[3], torch.float32

@@ -57,6 +57,19 @@ def test_the_least_row_goes_and_the_last_takes_its_place(heads, rows, group, how
                 assert torch.equal(scores[head, :, : rows - 1], before[3][head][:, order])
 
 
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_ranks_decide_in_place_of_scores_which_move_with_their_rows(backend):
+    k, v, positions, scores = store(3, 33, 4)
+    ranks = torch.rand(3, 33, generator=torch.Generator().manual_seed(5))
+    ranks[1] = 0.5  # all alike: the oldest goes
+    slots, before = ranks.argmin(1).tolist(), scores.clone()
+    slots[1] = int(positions[1, :33].argmin())
+    drop_least(k, v, positions, scores, 33, backend=backend, ranks=ranks)
+    for head, slot in enumerate(slots):
+        order = [32 if t == slot else t for t in range(32)]
+        assert torch.equal(scores[head, :, :32], before[head][:, order])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_rows_and_views_with_strides(dtype):
     k, v, positions, scores = store(4, 40, 2, dtype)

@@ -28,6 +28,7 @@ from engine.model.tensors import random_stream
 from tools.bench.header import commit, hardware, load
 from tools.bench.shapes import shape_config
 from tools.common.program import guarded, say
+from tools.common.resident import forget_peak, resident
 
 ROOT = Path(__file__).resolve().parents[2]
 ANSWER = 8  # tokens: those of a method that cuts with the first step, and some more
@@ -60,19 +61,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             f"--methods: found {unknown[0]}, expected some of {', '.join(evicting())}"
         )
     return args
-
-
-def resident(field: str) -> int:
-    """Bytes of this process: "VmRSS" now, "VmHWM" at most since `forget_peak`."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise SettingError(f"/proc/self/status: found no {field}; this study needs Linux")
-
-
-def forget_peak() -> None:
-    """Have the peak begin at what is resident now (proc(5), clear_refs)."""
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def opened(args: argparse.Namespace, shape: str, tokens: int) -> LLM:

@@ -19,7 +19,7 @@ from engine.bank.base import Step
 from engine.base.checks import fraction
 from engine.methods.base import Runtime, Setup
 from engine.methods.evict.pyramidkv import PyramidKV
-from engine.methods.evict.shared.store import Part, Sequence, best
+from engine.methods.evict.shared.store import Part, Sequence, best, rounded
 from engine.methods.evict.snapkv import SnapKV, SnapRuntime
 
 
@@ -81,12 +81,7 @@ def deal(scores: list[torch.Tensor], budget: int, alpha: float) -> list[int]:
     wanted = [
         min(n, alpha * own + (1 - alpha) * total / len(scores)) for n, own in zip(lengths, most)
     ]
-    counts = [int(w) for w in wanted]
-    # largest remainders first
-    for i in sorted(range(len(counts)), key=lambda i: (counts[i] - wanted[i], i)) * 2:
-        if sum(counts) < total and counts[i] < lengths[i]:
-            counts[i] += 1
-    return counts
+    return rounded(wanted, total, lengths)
 
 
 @dataclass(frozen=True)

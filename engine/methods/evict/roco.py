@@ -11,7 +11,6 @@ goes, `stride` tokens at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +21,7 @@ from engine.methods.evict.shared.accumulated_scores import Accumulating, Accumul
 from engine.methods.evict.shared.store import Part, Rows, Sequence, best
 from engine.model.config.config import ModelConfig
 from kernels.select.column_sums import weight_tiles
-
-Reduce = Callable[[torch.Tensor, int], torch.Tensor]
-REDUCE: dict[str, Reduce] = {"max": torch.amax, "mean": torch.mean, "sum": torch.sum}
+from kernels.select.drop import reduce_group
 
 
 @dataclass(frozen=True)
@@ -71,10 +68,9 @@ class RoCoRuntime(AccumulatingRuntime):
         start: int,
     ) -> torch.Tensor:
         """Sums of the queries' weights and of their squares: [h, 2, T]."""
-        reduce = REDUCE[self.method.gqa_reduce]
         sums = torch.zeros(len(k), 2, k.shape[1], device=q.device)
         for _, rows, weights in weight_tiles(q, k, first, self.scale):
-            one = reduce(weights, 1)
+            one = reduce_group(weights, self.method.gqa_reduce)
             sums[:, 0, rows] += one.sum(1)
             sums[:, 1, rows] += one.square().sum(1)
         return sums
@@ -92,9 +88,6 @@ class RoCoRuntime(AccumulatingRuntime):
         kept = best(deviation, part.positions, min(count, deviation.shape[1]))
         return mean.masked_fill(newest, float("inf")).scatter(1, kept, float("inf"))
 
-    def trim(self, rows: Rows, budget: int, sequence: Sequence, layer: int) -> Rows:
-        if rows.held < budget + self.method.every:
-            return rows
-        part = rows.part()
-        index = best(self.ranked(part, sequence.length, budget), part.positions, budget)
-        return Rows.gather(part, index, self.method.max_rows(budget))
+    def drop(self, rows: Rows, budget: int, sequence: Sequence) -> None:
+        ranks = self.ranked(rows.part(), sequence.length, budget)
+        rows.drop_least(self.setup.backend, ranks=ranks)

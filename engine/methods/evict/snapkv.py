@@ -20,13 +20,13 @@ from engine.base.checks import integer, one_of
 from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.evict.shared.runtime import EvictingRuntime
-from engine.methods.evict.shared.settings import GROUP_RULES, Evicting
+from engine.methods.evict.shared.settings import Evicting
 from engine.methods.evict.shared.store import Part, Sequence
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import MOST_WINDOW, Needs
 from kernels.select.column_sums import column_sums
-from kernels.select.drop import reduce_group
+from kernels.select.drop import RULES, reduce_group
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class SnapKV(Evicting):
         if self.kernel % 2 == 0:
             raise SettingError(f"kernel: found {self.kernel}, expected an odd number")
         one_of("pool", self.pool, ("max", "mean"))
-        one_of("gqa_reduce", self.gqa_reduce, GROUP_RULES)
+        one_of("gqa_reduce", self.gqa_reduce, RULES)
         if self.tokens is not None and self.tokens < self.window:
             raise SettingError(
                 f"tokens: found {self.tokens}, expected at least the window of {self.window} tokens"

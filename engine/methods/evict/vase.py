@@ -22,11 +22,11 @@ from engine.base.checks import boolean, fraction, integer
 from engine.methods.base import Runtime, Setup
 from engine.methods.evict.random_eviction import draws
 from engine.methods.evict.rkv import candidate_weights, require_window
-from engine.methods.evict.roco import REDUCE
 from engine.methods.evict.shared.periodic import Periodic, PeriodicRuntime
 from engine.methods.evict.shared.store import Part, Sequence, best
 from engine.methods.evict.snapkv import SnapKV, SnapRuntime
 from kernels.rows.forms import floats
+from kernels.select.drop import reduce_group
 
 PROTECTED = 1e30  # below the window's infinity, above every draw
 
@@ -75,7 +75,7 @@ class VaSERuntime(SnapRuntime, PeriodicRuntime):
         method, window = self.method, min(self.method.window, sequence.length)
         q = self.newest_queries(sequence, layer, part.heads, window, step)
         weights = self.pooled(candidate_weights(q, part.k, self.scale))
-        scores = REDUCE[method.gqa_reduce](weights, 1)
+        scores = reduce_group(weights, method.gqa_reduce)
         # the largest of log(score) + Gumbel are a draw without replacement
         scores = functional.pad(scores.log(), (0, window), value=float("inf"))
         if method.noise:

@@ -16,7 +16,7 @@ import torch
 from engine.bank.base import Step
 from engine.base.checks import fraction
 from engine.methods.base import Runtime, Setup
-from engine.methods.evict.shared.store import Sequence
+from engine.methods.evict.shared.store import Sequence, rounded
 from engine.methods.evict.snapkv import SnapKV, SnapRuntime
 from kernels.select.column_sums import column_sums
 
@@ -94,10 +94,5 @@ def dealt(needs: list[float], mean: int, low: int, high: int) -> list[int]:
         if left < 1e-6:
             break
         full = [w >= high - low for w in wanted]
-    counts = [int(w + 1e-9) for w in wanted]
-    missing = len(needs) * (mean - low) - sum(counts)
-    # largest remainders first
-    for i in sorted(range(len(needs)), key=lambda i: (counts[i] - wanted[i], i)) * 2:
-        if missing and counts[i] < high - low:
-            counts[i], missing = counts[i] + 1, missing - 1
+    counts = rounded(wanted, len(needs) * (mean - low), [high - low] * len(needs))
     return [low + count for count in counts]

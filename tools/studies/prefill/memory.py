@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from engine import LLM
+from tools.common.resident import forget_peak, resident
 from tools.common.synthetic_bank import synthesize
 from tools.studies.prefill.setup import make_llm, methods, timed_chunk, whole
 
@@ -79,25 +80,17 @@ def measure_memory(args: argparse.Namespace) -> None:
     print(json.dumps(records))
 
 
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} here")
-
-
 def _resident(llm: LLM) -> int:
     _reset(llm)
-    return torch.cuda.memory_allocated() if llm.device.type == "cuda" else _status("VmRSS")
+    return torch.cuda.memory_allocated() if llm.device.type == "cuda" else resident("VmRSS")
 
 
 def _peak(llm: LLM) -> int:
-    return torch.cuda.max_memory_allocated() if llm.device.type == "cuda" else _status("VmHWM")
+    return torch.cuda.max_memory_allocated() if llm.device.type == "cuda" else resident("VmHWM")
 
 
 def _reset(llm: LLM) -> None:
     if llm.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        # Linux: the peak starts again from what is resident now
-        Path("/proc/self/clear_refs").write_text("5")
+        forget_peak()

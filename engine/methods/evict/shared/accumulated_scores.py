@@ -17,14 +17,14 @@ from engine.bank.base import Step
 from engine.base.checks import fraction, integer, one_of
 from engine.methods.base import Runtime, Setup
 from engine.methods.evict.shared.runtime import EvictingRuntime
-from engine.methods.evict.shared.settings import GROUP_RULES, Evicting
+from engine.methods.evict.shared.settings import Evicting
 from engine.methods.evict.shared.store import Part, Rows, Sequence, best
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
 from kernels.attention.dense import decode_logged
 from kernels.select.column_sums import Change, column_sums
-from kernels.select.drop import reduce_group
+from kernels.select.drop import RULES, reduce_group
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Accumulating(Evicting):
     def __post_init__(self) -> None:
         super().__post_init__()
         fraction("recent_share", self.recent_share, zero=True)
-        one_of("gqa_reduce", self.gqa_reduce, GROUP_RULES)
+        one_of("gqa_reduce", self.gqa_reduce, RULES)
         one_of("cut", self.cut, ("prefill", "first_step"))
         integer("every", self.every, 1)
 
@@ -236,10 +236,14 @@ class AccumulatingRuntime(EvictingRuntime):
         if rows.held < budget + self.method.every:
             return rows
         if rows.held == budget + 1:
-            newest = sequence.length - self.method.recent(budget)
-            rows.drop_least(self.method.gqa_reduce, 0, newest, self.setup.backend)
+            self.drop(rows, budget, sequence)
             return rows
         part = rows.part()
         scores = self.ranked(part, sequence.length, budget)
         index = best(scores, part.positions, budget)
         return Rows.gather(part, index, self.method.max_rows(budget))
+
+    def drop(self, rows: Rows, budget: int, sequence: Sequence) -> None:
+        """Drop the one row per head that `ranked` gives the least."""
+        newest = sequence.length - self.method.recent(budget)
+        rows.drop_least(self.setup.backend, self.method.gqa_reduce, keep_from=newest)

@@ -30,7 +30,6 @@ from kernels.launch.dispatch import choose
 from kernels.prefill.dense import prefill_dense
 from kernels.rows.forms import floats, key_floats
 from kernels.select.column_sums import tile_floats
-from kernels.select.drop import NEWEST
 
 
 @dataclass(frozen=True)
@@ -296,7 +295,7 @@ class WindowedRuntime(EvictingRuntime):
         if rows.held <= budget:
             return rows
         sinks = self.method.sinks(budget, sequence.prompt)
-        rows.drop_least("max", sinks, NEWEST, self.setup.backend)
+        rows.drop_least(self.setup.backend, keep_below=sinks)
         return rows
 
 

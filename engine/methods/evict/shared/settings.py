@@ -18,7 +18,6 @@ from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan, Role
 from engine.plan.needs import Needs
 
-GROUP_RULES = ("max", "mean", "sum")
 # tokens of an answer that a plan counts behind the longest prompt: the most that the chat writes
 # unless it is told otherwise
 ANSWER = 1024

@@ -17,7 +17,7 @@ import torch
 
 from engine.model.config.config import ModelConfig
 from kernels.rows.forms import as_bytes
-from kernels.select.drop import drop_least
+from kernels.select.drop import NEWEST, drop_least
 
 # rows by which a store grows: copying it every 16 steps costs an eighth of reading it; small beside
 # 3% of a short text
@@ -210,10 +210,17 @@ class Rows:
                 added = self.scores.new_zeros(*self.scores.shape[:2], more)
                 self.scores = torch.cat([self.scores, added], 2)
 
-    def drop_least(self, how: str, keep_below: int, keep_from: int, backend: str) -> None:
-        """Forget one row per head, of the least score (kernels/select/drop.py)."""
+    def drop_least(
+        self,
+        backend: str,
+        how: str = "max",
+        keep_below: int = 0,
+        keep_from: int = NEWEST,
+        ranks: torch.Tensor | None = None,
+    ) -> None:
+        """Forget one row per head, of the least score or rank (kernels/select/drop.py)."""
         store = self.k, self.v, self.positions, self.scores
-        drop_least(*store, self.held, how, keep_below, keep_from, backend)
+        drop_least(*store, self.held, how, keep_below, keep_from, backend, ranks)
         self.held -= 1
 
     def state(self, rows: bool) -> Any:
@@ -267,3 +274,14 @@ def best(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Ten
     order = torch.sort(scores.gather(1, newest), dim=1, descending=True, stable=True).indices
     chosen = newest.gather(1, order[:, :count])
     return chosen.gather(1, torch.argsort(positions.gather(1, chosen), dim=1))
+
+
+def rounded(wanted: list[float], total: int, most: list[int]) -> list[int]:
+    """Whole numbers of this total beside the wanted ones, at most `most` each: the largest
+    remainders go up.
+    """
+    counts = [int(w) for w in wanted]
+    for i in sorted(range(len(counts)), key=lambda i: (counts[i] - wanted[i], i)) * 2:
+        if sum(counts) < total and counts[i] < most[i]:
+            counts[i] += 1
+    return counts
