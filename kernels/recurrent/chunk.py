@@ -11,8 +11,10 @@ needs products alone:
 
     d = (1 + A)^-1 beta (v - exp(p) k S),   o = exp(p) q S + (q . k decayed) d
 
-Products are tensor cores', of float32 in parts of TF32 that lose what torch's float32 loses; q and
-k of 16 bits are one part, since lengths come after the products. The inverse is by substitution:
+Products are tensor cores', of float32 in two parts of TF32: they lose 2^-22, float32's 2^-24. With
+equal keys that nothing forgets, a delta's error is 2.8 times plain torch's in the median, 1.7 of it
+since the inverse is a product of its own. q and k of 16 bits are one part, since lengths come after
+the products. The inverse is by substitution:
 (1 - A)(1 + A^2)(1 + A^4).. takes fewer steps, but equal keys make numbers of 1e17 of it that
 cancel.
 """

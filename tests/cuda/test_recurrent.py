@@ -11,6 +11,7 @@ from tests.kernels.support.recurrent_checks import (
     HOSTILE,
     Net,
     Shape,
+    ThreeProducts,
     check_chunk,
     check_rows_alone,
     check_step,
@@ -38,7 +39,7 @@ def exact_products():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_steps_and_prompts_of_a_delta_net(kind, dtype):
     check_step("cuda", QWEN, dtype, kind)
-    check_chunk("cuda", QWEN, dtype, kind, 2200, 8, batch=1)
+    check_chunk("cuda", QWEN, dtype, kind, 2200, 8, batch=1, products=ThreeProducts())
 
 
 def test_a_tokens_bits_do_not_depend_on_its_neighbours():

@@ -21,6 +21,7 @@ from tests.builders import hybrid_config, tiny_llm
 from tests.kernels.support.recurrent_checks import (
     HOSTILE,
     Shape,
+    ThreeProducts,
     check_chunk,
     check_rows_alone,
     check_step,
@@ -90,14 +91,14 @@ def tensor_cores(monkeypatch):
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_prompt_on_tensor_cores(kind, tensor_cores):
-    check_chunk("cpu", Shape(1, 1, 64, 32), BF16, kind, 131, 5, batch=1)
+    check_chunk("cpu", Shape(1, 1, 64, 32), BF16, kind, 131, 5, batch=1, products=ThreeProducts())
     assert tensor_cores == {"TF32x3", "TF32"}
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("shape", [Shape(1, 2, 64, 64), Shape(1, 1, 128, 16)])
 def test_a_prompt_of_float32_on_tensor_cores(kind, shape, tensor_cores):
-    check_chunk("cpu", shape, F32, kind, 67, 3, batch=1)
+    check_chunk("cpu", shape, F32, kind, 67, 3, batch=1, products=ThreeProducts())
     assert tensor_cores == {"TF32x3"}
 
 

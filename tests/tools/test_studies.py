@@ -14,6 +14,7 @@ MODULES = [module.name for module in pkgutil.walk_packages(studies.__path__, "to
 PROGRAMS = (
     "bank_quality",
     "exact.cli",
+    "forgetting",
     "pocket.filters",
     "pocket.train",
     "prefill.block_recall",

@@ -18,6 +18,7 @@ from kernels.attention.sparse import decode_sparse
 from kernels.select.topk import select_topk, select_topk_ref
 from kernels.select.window_scores import window_scores
 
+ORDERS = 4  # of summation, in which plain torch's float32 is tried
 EPSILON = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
@@ -73,18 +74,27 @@ def assert_close(
     plain_result: torch.Tensor,
     dtype: torch.dtype,
     what: str,
+    times: float = 2,
 ) -> None:
-    """Assert the rule: the error of `found` is at most twice plain torch's, plus one rounding of
-    the result (float32: four).
+    """Assert the rule: the error of `found` is at most twice (`times`) plain torch's, plus one
+    rounding of the result (float32: four).
 
     In float32 both errors come from the order of summation and differ by chance: 3.2x was seen, and
-    0.5x more often.
+    0.5x more often. `worst` makes plain torch's a matter of less chance.
     """
     exact = exact.double()
     error = (found.double() - exact).abs().max().item()
     rounding = EPSILON[dtype] * exact.abs().max().item() * (4 if dtype == torch.float32 else 1)
-    allowed = 2 * (plain_result.double() - exact).abs().max().item() + rounding
+    allowed = times * (plain_result.double() - exact).abs().max().item() + rounding
     assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e}"
+
+
+def worst(exact: torch.Tensor, plain_results: list[torch.Tensor]) -> torch.Tensor:
+    """Of plain torch's results, the one furthest from `exact`: the same sums in other orders. A
+    CPU's libraries choose the order by the processor, so that a bound drawn from one of them held
+    on an EPYC and failed by 0.1% on a Xeon with AMX.
+    """
+    return max(plain_results, key=lambda found: float((found.double() - exact).abs().max()))
 
 
 def assert_scores(
@@ -118,9 +128,14 @@ def check_attention(
     )
     if live:
         seen = [visible[j] for j in live]
-        exact, _ = plain(q[live], *chosen, seen, scale, torch.float64)
-        rough, _ = plain(q[live], *chosen, seen, scale, q.dtype)
-        assert_close(out[live], exact, rough, q.dtype, what)
+        k, v = chosen
+        exact, _ = plain(q[live], k, v, seen, scale, torch.float64)
+        # a logit is a sum over the head's dimensions, from any of them on
+        rough = [
+            plain(q[live].roll(shift, -1), k.roll(shift, -1), v, seen, scale, q.dtype)[0]
+            for shift in (range(ORDERS) if q.dtype == torch.float32 else (0,))
+        ]
+        assert_close(out[live], exact, worst(exact, rough), q.dtype, what)
 
 
 def check_dense(
