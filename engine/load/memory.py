@@ -574,9 +574,14 @@ def largest_context(
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest context that fits, by bisection; in whole blocks below `most`."""
-    low, high = 0, most
-    while high - low >= 1:
+    """Return the largest context that fits: `most`, or whole blocks below it, by bisection."""
+    if fits(most):
+        return most
+    low, high = 0, (most - 1) // ROUND
+    # most models that do not fit do not with one block
+    if not high or not fits(ROUND):
+        return 0
+    while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low if low == most else low // ROUND * ROUND
+        low, high = (middle, high) if fits(middle * ROUND) else (low, middle - 1)
+    return low * ROUND

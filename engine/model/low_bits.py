@@ -380,17 +380,24 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {target.name: target.shape for target in targets(config)}
 
 
-@lru_cache(maxsize=128)  # the models of --list-models --fits
 def kinds_of(config: ModelConfig) -> dict[tuple[str, tuple[int, ...]], int]:
     """{(name of the first, shape): how many} of the tensors that an OnTheWay holds alike: those of
-    one shape and one last part of their name, experts apart. A mixture has tens of thousands.
+    one shape and one last part of their name, experts apart. A mixture has tens of thousands, of
+    which one expert of each layer is looked at.
     """
+    return _kinds_of(replace(config, bank="model"))
+
+
+@lru_cache(maxsize=128)  # the models of --list-models --fits
+def _kinds_of(config: ModelConfig) -> dict[tuple[str, tuple[int, ...]], int]:
     first: dict[tuple[str, bool, tuple[int, ...]], str] = {}
     counts: dict[tuple[str, tuple[int, ...]], int] = {}
-    for name, shape in shapes_of(config).items():
-        kind = name.rpartition(".")[2], ".experts." in name, shape
-        one = first.setdefault(kind, name), shape
-        counts[one] = counts.get(one, 0) + 1
+    alike = config.experts.count if config.experts else 1
+    for target in targets(config, first_experts=1):
+        of_expert = ".experts." in target.name
+        kind = target.name.rpartition(".")[2], of_expert, target.shape
+        one = first.setdefault(kind, target.name), target.shape
+        counts[one] = counts.get(one, 0) + (alike if of_expert else 1)
     return counts
 
 

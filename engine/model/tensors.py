@@ -15,8 +15,11 @@ from weights.checkpoint import MXFP4, TURNED, WIDE, Rows, Target
 from weights.mxfp4 import COLUMNS
 
 
-def targets(config: ModelConfig) -> list[Target]:
-    """List the fused tensors that the model needs, in file order, with their stored parts."""
+def targets(config: ModelConfig, first_experts: int | None = None) -> list[Target]:
+    """List the fused tensors that the model needs, in file order, with their stored parts.
+
+    first_experts: how many experts of each mixture are listed; None: all.
+    """
     hidden, first, names = config.hidden_size, config.prefix, config.names
     found = [Target("embed", ((f"{first}{names.embed}.weight", (config.vocab_size, hidden)),))]
     found += _per_layer(config)
@@ -34,7 +37,7 @@ def targets(config: ModelConfig) -> list[Target]:
         if sizes is not None and i in sizes.layers:
             found += _delta_net(config, i) if sizes.ssd is None else _mamba(config, i)
         if i not in config.bare:
-            found += [*after, *_mlp(config, i)]
+            found += [*after, *_mlp(config, i, first_experts)]
         found += _last(config, i)
     found.append(Target("norm", ((f"{first}{names.norm}.weight", (hidden,)),)))
     if not config.tied_embeddings:
@@ -187,7 +190,7 @@ def _mamba(config: ModelConfig, layer: int) -> list[Target]:
     ]
 
 
-def _mlp(config: ModelConfig, layer: int) -> list[Target]:
+def _mlp(config: ModelConfig, layer: int, first_experts: int | None) -> list[Target]:
     """List the weights of a layer's MLP, or of its router and experts."""
     hidden, names = config.hidden_size, config.names
     experts, inter = config.experts_of(layer), config.mlp_of(layer)
@@ -199,11 +202,12 @@ def _mlp(config: ModelConfig, layer: int) -> list[Target]:
         found += _plain_mlp(config, layer, first + names.mlp, tuple((n, rows) for n in stored))
     if experts is None:
         return found
+    listed = range(experts.count)[:first_experts]
     if experts.beside:
-        return found + _beside(config, experts, layer, first)
+        return found + _beside(config, experts, layer, first, listed)
     at = first + names.mixture
     if experts.stored in ("stacked", MXFP4):
-        return _stacked(experts, layer, at, hidden)
+        return _stacked(experts, layer, at, hidden, listed)
     width = experts.width
     # another routing than the softmax's: scores that differ little choose
     form = WIDE if experts.routing else ""
@@ -214,9 +218,9 @@ def _mlp(config: ModelConfig, layer: int) -> list[Target]:
         found.append(Target(f"{layer}.router.bias", correction, form=form))
     found += _shared(config, experts, layer, first + names.shared)
     if experts.stored == "rows":
-        return found + _by_rows(config, experts, layer, at)
+        return found + _by_rows(config, experts, layer, at, listed)
     *made, down = names.expert
-    for number in range(experts.count):
+    for number in listed:
         mine, name = f"{at}experts.{number}.", f"{layer}.experts.{number}"
         parts = tuple((f"{mine}{n}.weight", (width, hidden)) for n in made)
         found.append(Target(f"{name}.gate_up", parts))
@@ -224,25 +228,29 @@ def _mlp(config: ModelConfig, layer: int) -> list[Target]:
     return found
 
 
-def _by_rows(config: ModelConfig, experts: Experts, layer: int, at: str) -> list[Target]:
+def _by_rows(
+    config: ModelConfig, experts: Experts, layer: int, at: str, listed: range
+) -> list[Target]:
     """List experts that lie in two tensors, each expert an entry, stored by output."""
     hidden, width, names = config.hidden_size, experts.width, config.names
     gate_ups, found = ("gate_up", names.gate_ups, (2 * width, hidden)), []
-    for number in range(experts.count):
+    for number in listed:
         for part, stored_as, shape in (gate_ups, ("down", names.downs, (hidden, width))):
             name, entry = f"{layer}.experts.{number}.{part}", (number, experts.count)
             found.append(Target(name, ((f"{at}{stored_as}", shape),), entry))
     return found
 
 
-def _beside(config: ModelConfig, experts: Experts, layer: int, at: str) -> list[Target]:
+def _beside(
+    config: ModelConfig, experts: Experts, layer: int, at: str, listed: range
+) -> list[Target]:
     """List the mixture beside a layer's MLP: its router with two scales, experts, three norms."""
     hidden = config.hidden_size
     return [
         Target(f"{layer}.router", ((f"{at}router.proj.weight", (experts.count, hidden)),)),
         Target(f"{layer}.router.scale", ((f"{at}router.scale", (hidden,)),)),
         Target(f"{layer}.router.share", ((f"{at}router.per_expert_scale", (experts.count,)),)),
-        *_by_rows(config, experts, layer, at),
+        *_by_rows(config, experts, layer, at, listed),
         *(
             Target(f"{layer}.{name}", ((f"{at}{stored}.weight", (hidden,)),))
             for name, stored in (
@@ -350,7 +358,7 @@ def _shared(config: ModelConfig, experts: Experts, layer: int, at: str) -> list[
     return [Target(f"{layer}.shared", ((gate, (1, hidden)),)), *found]
 
 
-def _stacked(experts: Experts, layer: int, at: str, hidden: int) -> list[Target]:
+def _stacked(experts: Experts, layer: int, at: str, hidden: int, listed: range) -> list[Target]:
     """List a mixture whose experts lie in one tensor, as gpt-oss's do: its router, and each expert
     as an entry; floats stored by input, MXFP4 by output.
     """
@@ -360,7 +368,7 @@ def _stacked(experts: Experts, layer: int, at: str, hidden: int) -> list[Target]
         Target(f"{layer}.router.bias", ((f"{router}bias", (experts.count,)),)),
     ]
     sizes = (("gate_up", 2 * experts.width, hidden), ("down", hidden, experts.width))
-    for number in range(experts.count):
+    for number in listed:
         entry = number, experts.count
         for part, rows, columns in sizes:
             name, stored = f"{layer}.experts.{number}.{part}", f"{at}experts.{part}_proj"

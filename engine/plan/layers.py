@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, overload
 
 from engine.base.errors import SettingError
@@ -70,22 +71,22 @@ class LayerPlan:
         """Return how many layers have this role."""
         return self.roles.count(role)
 
-    @property
+    @cached_property
     def sparse_layers(self) -> tuple[int, ...]:
         """The SPARSE layers, ascending."""
         return tuple(i for i, role in enumerate(self.roles) if role is Role.SPARSE)
 
-    @property
+    @cached_property
     def seeing_layers(self) -> tuple[int, ...]:
         """The layers that keep every token: all but sliding and recurrent ones, ascending."""
         return tuple(i for i, role in enumerate(self.roles) if role not in BY_DESIGN)
 
-    @property
+    @cached_property
     def each_layer(self) -> tuple[tuple[int], ...]:
         """The `seeing_layers`, each alone: offload groups of a method that reads layers whole."""
         return tuple((layer,) for layer in self.seeing_layers)
 
-    @property
+    @cached_property
     def partial_layers(self) -> tuple[int, ...]:
         """The layers that read less than everything, SPARSE and RETAINED, ascending."""
         return tuple(i for i, role in enumerate(self.roles) if role in (Role.SPARSE, Role.RETAINED))

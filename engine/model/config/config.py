@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,14 @@ class ModelConfig:
         """What a row keeps: 2, K and V, or 1, K alone, where V is the same."""
         return 1 if self.latent else 2
 
-    @property
+    # lists of layers and counts of weights are made once: a table of what fits asks 10,000 times
+
+    @cached_property
     def local_layers(self) -> tuple[int, ...]:
         """The sliding-window layers, ascending."""
         return tuple(layer for layer, window in enumerate(self.windows) if window)
 
-    @property
+    @cached_property
     def recurrent_layers(self) -> tuple[int, ...]:
         """The layers that have a recurrent state in place of attention, ascending."""
         if self.recurrent is None or self.beside is not None:
@@ -142,24 +145,24 @@ class ModelConfig:
         ssd = None if self.recurrent is None else self.recurrent.ssd
         return ssd if ssd is not None and ssd.beside else None
 
-    @property
+    @cached_property
     def attending_layers(self) -> tuple[int, ...]:
         """The layers that attend, ascending: all but the recurrent ones."""
         recurrent = set(self.recurrent_layers)
         return tuple(layer for layer in range(self.num_layers) if layer not in recurrent)
 
-    @property
+    @cached_property
     def seeing_layers(self) -> tuple[int, ...]:
         """The layers that see every token, ascending."""
         local = set(self.local_layers)
         return tuple(layer for layer in self.attending_layers if layer not in local)
 
-    @property
+    @cached_property
     def keeping_layers(self) -> tuple[int, ...]:
         """The `seeing_layers` that write rows: all but those that read another's, ascending."""
         return tuple(layer for layer in self.seeing_layers if self.rows_of(layer) == layer)
 
-    @property
+    @cached_property
     def ring_layers(self) -> tuple[int, ...]:
         """The `local_layers` that write rows, ascending."""
         return tuple(layer for layer in self.local_layers if self.rows_of(layer) == layer)
@@ -182,7 +185,7 @@ class ModelConfig:
         own = self.rows_of(layer) == layer
         return self.num_heads, kv_heads if own else 0, head_dim, self.rms_norm_eps
 
-    @property
+    @cached_property
     def other_layers(self) -> tuple[int, ...]:
         """The layers that do not see every token, sliding or recurrent, ascending."""
         return tuple(sorted((*self.local_layers, *self.recurrent_layers)))
@@ -268,12 +271,12 @@ class ModelConfig:
         long = self.rope.long or tokens > self.rope.original_max_positions
         return replace(self, rope=replace(self.rope, long=long))
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Number of stored weights; a tied lm_head counts once."""
         return self._parameters(read=False)
 
-    @property
+    @cached_property
     def step_parameters(self) -> int:
         """Number of weights that a decode step of one token reads: of a mixture, the experts that a
         token takes.
