@@ -28,6 +28,7 @@ class _Call(ctypes.Structure):
         ("index_head", ctypes.c_long),
         *((name, ctypes.c_void_p) for name in ("out", "lse", "parts", "logits")),
         ("ahead", ctypes.c_long),
+        *((name, ctypes.c_void_p) for name in ("starts", "lengths")),
         *(
             (name, ctypes.c_int)
             for name in (
@@ -124,7 +125,7 @@ def attend(
         None if index is None else index.data_ptr(),
         0 if index is None or len(index) == 1 else index.stride(0),
         out.data_ptr(), lse.data_ptr(), parts.data_ptr(),
-        None if logits is None else logits.data_ptr(), visited,
+        None if logits is None else logits.data_ptr(), visited, None, None,
         units, queries, group, dim, kept, start, visited, SPLIT, torch.get_num_threads(),
         units // kv_heads, scale, softmax.cap,
     )  # fmt: skip
@@ -153,6 +154,41 @@ def _folded(q: torch.Tensor, k: torch.Tensor, units: int) -> torch.Tensor:
     if queries > 1:
         wide = wide.view(queries, units, heads // units, dim).transpose(0, 1)
     return wide.contiguous()
+
+
+def attend_own_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    most: int,
+    scale: float,
+    parts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`decode_ragged` (kernels/attention/ragged.py), arguments as there; parts: as in `attend`.
+    Returns out [1, 1, H, D] in q.dtype. Mutates parts. Raises what `attend` does.
+    """
+    heads, dim, units = q.shape[2], q.shape[3], len(starts)
+    group, sizes = heads // units, (k.element_size(), v.element_size())
+    # of packed rows K is transformed, and so are its queries
+    alike = k.dtype in FLOATS and q.is_contiguous()
+    folded = q if alike else _folded(q[0], k, units)
+    out, lse = torch.empty_like(folded), torch.empty(units, group)
+    needed = part_floats(units, group, dim, most)
+    if parts is None or parts.numel() < needed:
+        parts = torch.empty(needed)
+    call = _Call(
+        folded.data_ptr(), k.data_ptr(), v.data_ptr(),
+        0, k.stride(0) * sizes[0], 0, v.stride(0) * sizes[1], None, 0,
+        out.data_ptr(), lse.data_ptr(), parts.data_ptr(), None, 0,
+        starts.data_ptr(), lengths.data_ptr(),
+        units, 1, group, dim, 0, 0, most, SPLIT, torch.get_num_threads(), 1, scale, 0.0,
+    )  # fmt: skip
+    pointers = ctypes.c_void_p(folded.data_ptr()), ctypes.c_void_p(out.data_ptr())
+    given = ROWS[k.dtype], *pointers, ROWS[folded.dtype]
+    check(loaded().omnikv_attend_heads(ctypes.byref(call), *given), f"attention to {k.dtype}")
+    return out.view(q.shape).to(q.dtype)
 
 
 def attend_everything(
@@ -273,6 +309,16 @@ def _attention() -> Iterator[Case]:
             some = wide_k[head // 3, None, rows], wide_v[head // 3, None, rows]
             expected, _ = attend_alone(wide_q[1:, head : head + 1], *some, [9], 0.125)
             yield f"a head's own rows in {dtype}", found[:, head : head + 1], expected, dtype
+        tables = torch.tensor([[7, 300], [290, 33]])
+        own = attend_own_rows(
+            q[None, 1:], k.flatten(0, 1), v.flatten(0, 1), tables[0], tables[1], 290, 0.125
+        )
+        for head, (first, n) in enumerate(tables.T.tolist()):
+            run = slice(first, first + n)
+            rows_k, rows_v = (t.flatten(0, 1)[None, run] for t in (wide_k, wide_v))
+            mine = slice(3 * head, 3 * head + 3)
+            expected, _ = attend_alone(wide_q[1:, mine], rows_k, rows_v, [n], 0.125)
+            yield f"heads that hold different counts in {dtype}", own[0, :, mine], expected, dtype
 
 
 @_PACKED.self_test

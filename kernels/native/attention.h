@@ -244,22 +244,32 @@ struct Call {
     float *parts;                                   // [heads][splits][queries * group][dim + 2]
     float *logits;                                  // [heads][group][ahead], of the last query, or NULL
     long ahead;
+    // [heads] each, in place of `start` and `visited`, of which the latter is the most then, where heads
+    // have rows of their own in one run of them; or NULL
+    const int64_t *starts, *lengths;
     int heads, queries, group, dim, kept, start, visited, split, threads;
     int shared;  // heads in turn that read the same K and V, each by an index of its own; mostly 1
     float scale;  // of logits
     float cap;  // logits become cap * tanh(logits / cap); 0: they stay
 };
 
+// Rows that a head's last query sees.
+inline int seen(const Call &c, int head) { return c.lengths ? (int)c.lengths[head] : c.visited; }
+
+inline int splits_of(const Call &c, int rows) { return (rows + c.split - 1) / c.split; }
+
 template <class K, class V>
 static void attend_split(const Call &c, int head, int s) {
-    const int rows = c.queries * c.group, first = s * c.split;
-    const int stop = first + c.split < c.visited ? first + c.split : c.visited;
-    const int splits = (c.visited + c.split - 1) / c.split;
+    const int rows = c.queries * c.group, first = s * c.split, visited = seen(c, head);
+    const int stop = first + c.split < visited ? first + c.split : visited;
+    if (first >= visited) return;
+    const int splits = splits_of(c, c.visited);
     float *part = c.parts + ((long)head * splits + s) * rows * (c.dim + 2);
     float *bests = part + (long)rows * c.dim, *sums = bests + rows;
     const int lies = head / c.shared;
     const Run run = {c.k + lies * c.key_head, c.v + lies * c.value_head, c.key_row, c.value_row,
-                     c.index ? c.index + head * c.index_head : nullptr, c.kept, c.start};
+                     c.index ? c.index + head * c.index_head : nullptr, c.kept,
+                     c.starts ? (int)c.starts[head] : c.start};
     const int last = (c.queries - 1) * c.group;
     Decoded<K> keys;
     Decoded<V> values;
@@ -275,7 +285,7 @@ static void attend_split(const Call &c, int head, int s) {
             // five to seven are left to four and the rest: each count takes a second to compile
             const int left = until - r, tile = left >= MOST ? MOST : left > 4 ? 4 : left;
             int limit[MOST];
-            for (int i = 0; i < tile; i++) limit[i] = c.visited - (c.queries - 1 - (r + i) / c.group);
+            for (int i = 0; i < tile; i++) limit[i] = visited - (c.queries - 1 - (r + i) / c.group);
             float *logits = nullptr;
             if (c.logits && r >= last) logits = c.logits + ((long)head * c.group + r - last) * c.ahead;
             const float *q = c.q + ((long)head * rows + r) * c.dim;
@@ -317,9 +327,9 @@ INLINE void turn_back(float *x, int dim) {
 // Merge the splits of one head: out and the log-sum-exps.
 template <class V>
 static void merge(const Call &c, int head) {
-    const int rows = c.queries * c.group, splits = (c.visited + c.split - 1) / c.split;
+    const int rows = c.queries * c.group, splits = splits_of(c, seen(c, head));
     const long size = (long)rows * (c.dim + 2);
-    const float *part = c.parts + (long)head * splits * size;
+    const float *part = c.parts + (long)head * splits_of(c, c.visited) * size;
     for (int r = 0; r < rows; r++) {
         float top = -INFINITY, sum = 0;
         for (int s = 0; s < splits; s++) {
@@ -344,7 +354,7 @@ static void merge(const Call &c, int head) {
 
 template <class K, class V>
 static void attend(const Call &c) {
-    const int splits = (c.visited + c.split - 1) / c.split, work = splits * c.heads;
+    const int splits = splits_of(c, c.visited), work = splits * c.heads;
 #pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (c.threads > 1 && work > 1)
     for (int i = 0; i < work; i++) attend_split<K, V>(c, i / splits, i % splits);
     for (int head = 0; head < c.heads; head++) merge<V>(c, head);
