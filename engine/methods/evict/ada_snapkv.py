@@ -5,8 +5,9 @@ Source: Feng et al., Ada-KV (2024), Algorithms 2 and 3, Theorems 2-4. Outside th
 keeps h (B - W) tokens in all: B*_i of them are head i's share of the layer-wide highest scores, and
 head i gets alpha B*_i + (1 - alpha) (B - W), rounded so that the sum is exact. alpha is the weight
 of the adaptive part (the code's floor_alpha is that of the uniform part); 0.5 in both. Heads then
-hold different numbers of tokens: each has its own Rows, so that bytes are those of the tokens. With
-alpha 0 it is SnapKV.
+hold different numbers of tokens: each has its own Rows, in one run of a layer
+(engine/methods/evict/shared/ragged.py), so that bytes are those of the tokens. With alpha 0 it is
+SnapKV.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from engine.bank.base import Step
 from engine.base.checks import fraction
 from engine.methods.base import Runtime, Setup
 from engine.methods.evict.pyramidkv import PyramidKV
+from engine.methods.evict.shared.ragged import table_bytes
 from engine.methods.evict.shared.store import Part, Sequence, best, rounded
 from engine.methods.evict.snapkv import SnapKV, SnapRuntime
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import LayerPlan
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,19 @@ class AdaSnapKV(SnapKV):
     @property
     def name(self) -> str:
         return "ada_snapkv"
+
+    def held_bytes(
+        self, plan: LayerPlan, config: ModelConfig, itemsize: int, prompt: int, generated: int = 0
+    ) -> int:
+        """With the tables of where heads lie."""
+        rows = super().held_bytes(plan, config, itemsize, prompt, generated)
+        return rows + table_bytes(plan, config)
+
+    def store_bytes(
+        self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int
+    ) -> int:
+        """With the tables of where heads lie."""
+        return super().store_bytes(plan, config, itemsize, capacity) + table_bytes(plan, config)
 
     def runtime(self, setup: Setup) -> Runtime:
         return AdaRuntime(self, setup)

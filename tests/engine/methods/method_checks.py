@@ -44,7 +44,7 @@ def allocated(thing, stop=("setup", "method", "plan", "pool", "bank"), seen=None
         for part in thing.values():
             allocated(part, stop, seen)
     elif isinstance(thing, (list, tuple, set)):
-        for part in thing:
+        for part in (*thing, *getattr(thing, "__dict__", {}).values()):
             allocated(part, stop, seen)
     elif type(thing).__module__.startswith("engine."):
         for name, part in vars(thing).items():

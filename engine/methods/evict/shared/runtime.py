@@ -24,6 +24,7 @@ import torch
 
 from engine.bank.base import Bank, Step
 from engine.methods.base import Runtime, Setup
+from engine.methods.evict.shared.ragged import Ragged, copied, joined
 from engine.methods.evict.shared.saved_rows import checked_layers
 from engine.methods.evict.shared.settings import Evicting
 from engine.methods.evict.shared.store import Part, Rows, Sequence, best
@@ -94,7 +95,8 @@ class EvictingRuntime(Runtime):
         at: int,
     ) -> torch.Tensor:
         """Attention of one query [1, 1, H', D] at position `at` to k, v [h, T, D], its own last;
-        positions [h, T], None: 0, 1, ...
+        positions [h, T], None: 0, 1, ... Heads that hold different counts attend otherwise
+        (engine/methods/evict/shared/ragged.py).
         """
         lengths = torch.full((1,), k.shape[1], dtype=torch.int32, device=q.device)
         return decode_dense(
@@ -143,7 +145,9 @@ class EvictingRuntime(Runtime):
         """Bytes of the stores and of a prompt's scores."""
         total = 0
         for sequence in self.sequences:
-            total += sum(rows.nbytes for layer in sequence.layers or () for rows in layer)
+            for layer in sequence.layers or ():
+                total += sum(rows.nbytes for rows in layer)
+                total += layer.table.nbytes if isinstance(layer, Ragged) else 0
             total += sum(t.numel() * t.element_size() for t in sequence.sums or ())
         return total
 
@@ -279,7 +283,7 @@ class EvictingRuntime(Runtime):
         else:
             chosen = choose(sequence, layer, parts, step)
         most = self.method.max_rows(sequence.budgets[layer])
-        return [Rows.gather(part, index, most) for part, index in chosen]
+        return joined([Rows.gather(part, index, most) for part, index in chosen], most)
 
     # ---------------------------------------------------------------- a step
 
@@ -298,8 +302,11 @@ class EvictingRuntime(Runtime):
             whole = self.attend_step(sequence, layer, q, k, v, None, at)
             self.observe(b, layer, 0, q[0], k, at, at)
             return whole
-        out, (k, v) = [], step.bank.rows(layer, at, at + 1)
-        for number, rows in enumerate(sequence.layers[layer]):
+        out, (k, v), parts = [], step.bank.rows(layer, at, at + 1), sequence.layers[layer]
+        if isinstance(parts, Ragged):
+            parts.put(k[b, :, 0], v[b, :, 0], at)
+            return parts.attend(q, self.scale, self.setup)
+        for number, rows in enumerate(parts):
             rows.put(k[b, rows.heads, 0], v[b, rows.heads, 0], at)
             part, held = self.queries(q, rows.heads), rows.held + 1
             mine = rows.k[:, :held], rows.v[:, :held], rows.positions[:, :held]
@@ -332,6 +339,9 @@ class EvictingRuntime(Runtime):
             return
         sequence.stored()
         for layer, (budget, parts) in enumerate(zip(sequence.budgets, sequence.layers)):
+            if isinstance(parts, Ragged):
+                sequence.replace(layer, parts.counted())
+                continue
             for number, rows in enumerate(parts):
                 rows.held += 1
                 parts[number] = self.trim(rows, budget, sequence, layer)
@@ -388,7 +398,8 @@ class EvictingRuntime(Runtime):
             for layer, parts in enumerate(layers):
                 most = self.method.max_rows(budgets[layer])
                 kv = partial(self._bank_rows, layer)
-                found.layers.append([Rows.rebuild(part, kv, most) for part in parts])
+                rebuilt = [Rows.rebuild(part, kv, most) for part in parts]
+                found.layers.append(joined(rebuilt, most))
         self.sequences[0], self.pending = found, {}
         self.reading, self.total = reading, total
 
@@ -404,7 +415,7 @@ class EvictingRuntime(Runtime):
         theirs: Sequence = other.sequences[0]
         layers = None
         if theirs.layers is not None:
-            layers = [[rows.clone() for rows in parts] for parts in theirs.layers]
+            layers = [copied(parts) for parts in theirs.layers]
         self.sequences[sequence] = replace(
             theirs, layers=layers, sums=cloned(theirs.sums), budgets=list(theirs.budgets)
         )

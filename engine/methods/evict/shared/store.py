@@ -2,7 +2,8 @@
 to hold is what is allocated.
 
 A layer's store is a list of `Rows`, one per run of K/V heads that keep equally many tokens (one for
-all heads, or one per head where budgets differ: Ada-KV). With `forget` it is all that there is of
+all heads, or one per head where budgets differ, as in Ada-KV: engine/methods/evict/shared/ragged.py
+has those in one run). With `forget` it is all that there is of
 K and V; else the session's bank stays beside it, unread, so that the session can go back and go on
 under another method. `resident` is the store.
 """

@@ -1,0 +1,103 @@
+"""The store of a layer whose K/V heads hold different numbers of tokens: one flat run of rows, in
+which each head has a span of its own with room at its end.
+
+A step writes a row of every head and attends to all of them in one call each, whatever they hold:
+where a head begins, what it sees and where its next row goes are tables on the device. The heads'
+`Rows` are views of the run, so that whatever reads or saves a store knows one kind of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from engine.methods.base import Setup
+from engine.methods.evict.shared.store import Rows, reserved
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import LayerPlan
+from kernels.attention.ragged import decode_ragged
+from kernels.rows.forms import as_bytes
+
+TABLES = 3  # int64 numbers of a head
+
+
+def table_bytes(plan: LayerPlan, config: ModelConfig) -> int:
+    """Bytes of the tables of all layers; a single head needs none."""
+    many = config.num_kv_heads > 1
+    return 8 * TABLES * plan.num_layers * config.num_kv_heads if many else 0
+
+
+def joined(parts: list[Rows], most: int | None) -> list[Rows]:
+    """A layer's store of these parts, of at most `most` rows each (None: no limit): a Ragged of
+    copies where heads are parts of their own, without scores, and generated tokens stay; else the
+    parts.
+    """
+    alone = all(len(rows.positions) == 1 and rows.scores is None for rows in parts)
+    return Ragged(parts) if len(parts) > 1 and alone and most is None else parts
+
+
+def copied(parts: list[Rows]) -> list[Rows]:
+    """A copy of a layer's store that shares nothing."""
+    return Ragged(parts) if isinstance(parts, Ragged) else [rows.clone() for rows in parts]
+
+
+class Ragged(list[Rows]):
+    """A layer's parts, one K/V head each and none with scores: views of k, v [N, width] and
+    positions int32 [N]. Generated tokens stay in it, so that all heads grow by one row a step.
+
+    table int64 [TABLES, h]: the row at which a head begins; how many it has with the one of the
+    step under way; where that one goes. most: the largest of the second, counted on the host.
+    """
+
+    def __init__(self, parts: Iterable[Rows]):
+        super().__init__()
+        old, at, spans = list(parts), 0, []
+        for rows in old:
+            spans.append(slice(at, at + reserved(rows.base, rows.held)))
+            at = spans[-1].stop
+        first = old[0]
+        self.k, self.v = (t.new_empty(at, t.shape[2]) for t in (first.k, first.v))
+        self.positions = first.positions.new_empty(at)
+        for rows, span in zip(old, spans):
+            own = self.k[None, span], self.v[None, span], self.positions[None, span]
+            for mine, theirs in zip(own, (rows.k, rows.v, rows.positions)):
+                mine[:, : rows.held] = theirs[:, : rows.held]
+            self.append(Rows(rows.heads, *own, None, rows.held, rows.base))
+        table = [(s.start, rows.held + 1, s.start + rows.held) for s, rows in zip(spans, old)]
+        self.table = torch.tensor(table, device=first.k.device).T.contiguous()
+        self.starts, self.seen, self.slots = self.table.unbind()
+        self.most = 1 + max(rows.held for rows in old)
+        self.spare = min(s.stop - s.start - rows.held for s, rows in zip(spans, old))
+
+    def put(self, k: torch.Tensor, v: torch.Tensor, position: int) -> None:
+        """Write a new token's k, v [h, width] behind each head's others; it counts once `counted`
+        says so.
+        """
+        for mine, new in ((self.k, k), (self.v, v)):
+            as_bytes(mine).index_copy_(0, self.slots, as_bytes(new))
+        self.positions.index_fill_(0, self.slots, position)
+
+    def attend(self, q: torch.Tensor, scale: float, setup: Setup) -> torch.Tensor:
+        """Attention of one query [1, 1, H, D] to every head's rows, the one just put included."""
+        return decode_ragged(
+            q,
+            self.k,
+            self.v,
+            self.starts,
+            self.seen,
+            self.most,
+            scale,
+            scratch=setup.scratch,
+            backend=setup.backend,
+        )
+
+    def counted(self) -> Ragged:
+        """Count the rows that were put; returns this store, or a larger one where a head has no
+        room for one more.
+        """
+        for rows in self:
+            rows.held += 1
+        self.table[1:] += 1
+        self.most, self.spare = self.most + 1, self.spare - 1
+        return self if self.spare else Ragged(self)
