@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.bank.base import Bank, SparseRows, Step, StepRows
-from engine.bank.window_ring import DEFAULT_CHUNK, WindowRing
+from engine.bank.window_ring import DEFAULT_CHUNK, WindowRing, window_rings
 from engine.base.errors import SettingError
 from engine.base.interrupts import complete
 from engine.model.config.config import ModelConfig
@@ -65,11 +65,12 @@ class Waiting:
 
 class ChunkBank(Bank):
     """K and V of positions that no store has taken yet, on one device. span: the most rows of a
-    layer that wait at once.
+    layer that wait at once; chunk: the most that a prompt's chunk writes. Sliding-window layers
+    keep their rings. Rows that several layers read wait until the last of them has its store.
 
     source: another bank that holds all rows and is read instead, while a session changes over.
-    Models with sliding windows, recurrent layers or latent attention have no such bank: methods
-    that evict refuse them.
+    Models with recurrent layers or latent attention have no such bank: methods that evict refuse
+    them.
     """
 
     forgets = True
@@ -83,20 +84,36 @@ class ChunkBank(Bank):
         device: torch.device | str,
         batch: int = 1,
         span: int = DEFAULT_CHUNK,
+        chunk: int = DEFAULT_CHUNK,
     ) -> None:
         super().__init__(config, capacity, dtype, device, batch)
         self.span = min(span, self.capacity)
         self._stop = 0  # where the prompt that is being read ends
         self._waiting: list[Waiting | None] = [None] * self.num_layers
         shape = batch, self.kv_heads, self.widths
-        self._newest = [
-            WindowRing(STEP, STEP, shape, self.dtype, self.device) for _ in self.keeping
-        ]
+        self._newest = {
+            layer: WindowRing(STEP, STEP, shape, self.dtype, self.device) for layer in self.keeping
+        }
+        sizes = chunk, self.capacity, batch
+        self._windows = window_rings(config, *sizes, self.dtype, self.device)
+        self._last_reader = {rows: layer for layer, rows in enumerate(self.row_layers)}
 
     @property
     def nbytes(self) -> int:
         waiting = sum(held.nbytes for held in self._waiting if held)
-        return waiting + sum(ring.nbytes for ring in self._newest)
+        return waiting + sum(ring.nbytes for ring in self._newest.values()) + self.ring_bytes
+
+    @property
+    def ring_bytes(self) -> int:
+        return sum(ring.nbytes for ring in self._windows.values())
+
+    def window_ring(self, layer: int) -> WindowRing | None:
+        if self.source is not None:
+            return self.source.window_ring(layer)
+        return self._windows.get(self.row_layers[layer])
+
+    def holds(self, length: int) -> bool:
+        return all(ring.holds(length) for ring in self._windows.values())
 
     # ---------------------------------------------------------------- writing
 
@@ -123,6 +140,11 @@ class ChunkBank(Bank):
     def write_chunk(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int, backend: str = "auto"
     ) -> None:
+        if self.row_layers[layer] != layer:
+            return
+        if layer in self._windows:
+            self._windows[layer].write_chunk(k, v, start, backend)
+            return
         stop = start + k.shape[1]
         held = self._room(layer, start, stop)
         held_k, held_v = held.views(start, stop)
@@ -134,7 +156,7 @@ class ChunkBank(Bank):
         held = self._waiting[layer]
         if held is not None:  # a prompt that the step's end cuts
             return StepRows(held.k, held.v)
-        ring = self._newest[layer]
+        ring = self._windows.get(layer) or self._newest[layer]
         return StepRows(ring.k, ring.v, (0, ring.size))
 
     # ---------------------------------------------------------------- reading
@@ -142,6 +164,7 @@ class ChunkBank(Bank):
     def rows(self, layer: int, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self.source is not None:
             return self.source.rows(layer, first, stop)
+        layer = self.row_layers[layer]
         held = self._waiting[layer]
         if held is not None and held.low <= first and stop <= held.stop:
             return held.views(first, stop)
@@ -155,7 +178,7 @@ class ChunkBank(Bank):
     def kv(self, layer: int, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         if self.source is not None:
             return self.source.kv(layer, stop)
-        held = self._waiting[layer]
+        held = self._waiting[self.row_layers[layer]]
         return self.rows(layer, 0, stop or (held.stop if held is not None else self.capacity))
 
     def blocks(
@@ -191,11 +214,12 @@ class ChunkBank(Bank):
     # ---------------------------------------------------------------- forgetting
 
     def forget(self, layer: int, n: int) -> None:
-        held = self._waiting[layer]
-        if held is None or self.source is not None:
+        rows = self.row_layers[layer]
+        held = self._waiting[rows]
+        if held is None or self.source is not None or self._last_reader[rows] != layer:
             return
         if n >= held.high and n >= self._stop:
-            self._waiting[layer] = None
+            self._waiting[rows] = None
         elif n > held.low:
             held.drop(n)
 
@@ -225,8 +249,12 @@ class ChunkBank(Bank):
         """
         source = self.source
         assert source is not None
+        for layer, ring in self._windows.items():
+            theirs = source.window_ring(layer)
+            assert theirs is not None, f"layer {layer} keeps no window"
+            ring.copy_from(theirs, length)
         if first < length:
-            for layer in range(self.num_layers):
+            for layer in self.keeping:
                 held = self._room(layer, first, length + STEP)
                 for mine, theirs in zip(
                     held.views(first, length), source.rows(layer, first, length)
@@ -241,15 +269,30 @@ class ChunkBank(Bank):
         return self
 
     def before_step(self, n: int) -> None:
+        for ring in self._windows.values():
+            ring.note(n)
         for layer, held in enumerate(self._waiting):
             if held is not None:
                 self._room(layer, n - 1, n)
 
     @contextlib.contextmanager
     def replaying(self, n: int) -> Iterator[None]:
-        yield  # a step's row has a place of its own
+        # a step's row has a place of its own, but for those of windows
+        views = [view for ring in self._windows.values() for view in ring.rows_of(n - 1)]
+        rows = [view.clone() for view in views]
+
+        def restore() -> None:
+            for view, row in zip(views, rows):
+                view.copy_(row)
+
+        try:
+            yield
+        finally:
+            complete(restore)
 
     def rewind(self, n: int, broken: bool = False) -> None:
+        for ring in self._windows.values():
+            ring.rewind(n)
         for layer, held in enumerate(self._waiting):
             if held is not None and n <= held.low:
                 self._waiting[layer] = None
@@ -260,9 +303,13 @@ class ChunkBank(Bank):
         assert isinstance(other, ChunkBank)
         for layer, held in enumerate(other._waiting):
             self._waiting[layer] = None if held is None else held.copy()
+        for layer, ring in self._windows.items():
+            theirs = other.window_ring(layer)
+            assert theirs is not None, f"layer {layer} keeps no window"
+            ring.copy_from(theirs, length)
 
     def close(self) -> None:
-        self._waiting, self._newest, self.source = [], [], None
+        self._waiting, self._newest, self._windows, self.source = [], {}, {}, None
 
 
 def _memory(elements: int, bank: ChunkBank) -> torch.Tensor:

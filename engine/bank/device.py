@@ -16,12 +16,12 @@ import torch
 
 from engine.bank.base import Bank, SparseRows, Step, StepRows
 from engine.bank.recurrent.state import RecurrentState
-from engine.bank.window_ring import DEFAULT_CHUNK, WindowRing
+from engine.bank.window_ring import DEFAULT_CHUNK, WindowRing, window_rings
 from engine.base.interrupts import complete
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
-from engine.plan.placement import Placement, ring_size
-from kernels.rows.forms import row_widths, stored, stored_keys
+from engine.plan.placement import Placement
+from kernels.rows.forms import stored, stored_keys
 
 BLOCK = 65536  # tokens of a block that `blocks` yields
 
@@ -66,12 +66,8 @@ class DeviceBank(Bank):
         super().__init__(config, capacity, dtype, device, batch)
         self._rings: dict[int, WindowRing] = {} if donor is None else donor._rings
         if donor is None:
-            for layer in config.ring_layers:
-                heads, head_dim = config.heads_of(layer)
-                shape = batch, heads, row_widths(head_dim, self.dtype)
-                window = config.windows[layer]
-                size = ring_size(window, chunk, self.capacity)
-                self._rings[layer] = WindowRing(window, size, shape, self.dtype, self.device)
+            sizes = chunk, self.capacity, batch
+            self._rings = window_rings(config, *sizes, self.dtype, self.device)
         if donor is not None:
             self.recurrent = donor.recurrent
         elif config.recurrent is not None:

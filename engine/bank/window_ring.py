@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from engine.model.config.config import ModelConfig
 from engine.plan.needs import RING
-from kernels.rows.forms import stored, stored_keys
+from engine.plan.placement import ring_size
+from kernels.rows.forms import row_widths, stored, stored_keys
 
 DEFAULT_CHUNK = 2048  # of a bank that is made without a session
 
@@ -79,7 +81,9 @@ class WindowRing:
 
     def holds(self, length: int) -> bool:
         """Say whether a session of `length` tokens finds its window here, and RING before it."""
-        return length == 0 or max(0, length - self.window - RING) >= self.low
+        return (
+            length == 0 or max(0, length - self.window - RING) >= self.low and length <= self._high
+        )
 
     def rewind(self, length: int) -> None:
         """Forget positions from `length` on. An empty session may begin anew."""
@@ -101,3 +105,23 @@ class WindowRing:
         k, v = (rows[:, :, first - low :].transpose(1, 2) for rows in (k, v))
         self.write_chunk(k, v, first)
         self.low = first
+
+
+def window_rings(
+    config: ModelConfig,
+    chunk: int,
+    capacity: int,
+    batch: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[int, WindowRing]:
+    """Return {sliding-window layer that writes rows: its ring} for sequences of `capacity` tokens,
+    read in chunks of up to `chunk`. dtype: of rows.
+    """
+    found = {}
+    for layer in config.ring_layers:
+        heads, head_dim = config.heads_of(layer)
+        window, shape = config.windows[layer], (batch, heads, row_widths(head_dim, dtype))
+        size = ring_size(window, chunk, capacity)
+        found[layer] = WindowRing(window, size, shape, dtype, device)
+    return found

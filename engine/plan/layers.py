@@ -112,10 +112,11 @@ class LayerPlan:
 
     def describe(self) -> str:
         """Return one line for people: how many layers have each role, and the groups."""
+        others = ", ".join(f"{n} {r.value}" for r in BY_DESIGN if (n := self.count(r)))
         if self.count(Role.RETAINED):
-            return f"{self.num_layers} layers, each reads what it has retained"
+            who = f"{others}, each of the others" if others else "each"
+            return f"{self.num_layers} layers, {who} reads what it has retained"
         if not self.groups:
-            others = ", ".join(f"{n} {r.value}" for r in BY_DESIGN if (n := self.count(r)))
             rest = f"{others}, the others" if others else "all"
             return f"{self.num_layers} layers, {rest} full attention"
         groups = "; ".join(f"{g.filter_layer} -> {_span(g.layers)}" for g in self.groups)

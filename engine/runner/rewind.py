@@ -28,6 +28,7 @@ from engine.base.interrupts import complete
 from engine.base.newest_tokens import NewestTokens
 from engine.forward.decode import Decoder
 from engine.forward.prefill import run_chunk
+from engine.plan.needs import Needs
 from engine.plan.prefill_time import Eta, PrefillFlops, Progress
 from engine.runner.history import PendingReplay, Savepoint, reopened
 from engine.runner.prefill import read
@@ -151,8 +152,24 @@ def tokens_again(session: SessionState, n: int) -> int:
         return n if _windows_lost(session, n) else 0
     kept, cut = _ends_at(session, n, session.history.ends)
     if cut is not None and cut.switched:
-        return n if needs.every_query else 0
-    return n - max((p.length for p in kept if session.history.loadable(p)), default=0)
+        return n if needs.every_query or rows_lost(session, needs, n) else 0
+    return n - max((p.length for p in kept if _loadable(session, p)), default=0)
+
+
+def _loadable(session: SessionState, point: Savepoint) -> bool:
+    """Return whether the session can return to a savepoint without what came before it."""
+    windows = session.loaded.config.local_layers
+    return session.history.loadable(point) and (not windows or session.bank.holds(point.length))
+
+
+def rows_lost(session: SessionState, needs: Needs, n: int) -> bool:
+    """Return whether sliding-window layers have overwritten rows that a method of such needs wants
+    to take n tokens, which another has read, for its prompt: those that the newest queries saw, or
+    all queries.
+    """
+    if not session.loaded.config.local_layers:
+        return False
+    return not session.bank.holds(min(n, 1) if needs.every_query else n)
 
 
 def _reach(session: SessionState, n: int) -> int:
@@ -234,7 +251,8 @@ def replay(session: SessionState, progress: Progress | None = None) -> None:
     counters, began = replace(session.counters), time.perf_counter()
     try:
         with exclusive(session.loaded):
-            if cut is not None and cut.switched:
+            lost = rows_lost(session, session.runtime.needs, len(ids))
+            if cut is not None and cut.switched and not lost:
                 _switch_again(session, ids, progress)
             else:
                 _run_again(session, ids, kept, cut, progress, pending.open)
@@ -256,7 +274,7 @@ def _run_again(
     more: bool = False,
 ) -> None:
     n, history = len(ids), session.history
-    known = max((i + 1 for i, point in enumerate(kept) if history.loadable(point)), default=0)
+    known = max((i + 1 for i, point in enumerate(kept) if _loadable(session, point)), default=0)
     point = kept[known - 1] if known else Savepoint(0, 0, history.initial)
     later = [*kept[known:], *([replace(cut, length=n, open=more)] if cut is not None else [])]
     _load(session, point, kept[:known])

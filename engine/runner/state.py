@@ -197,13 +197,21 @@ class SessionState:
         self.history = History(planner.savepoints)
         self.bank = self.new_bank(plan, needs, placement)
 
+    def bytes_of(self, length: int) -> int:
+        """Bytes of K and V that layers see of `length` tokens, each row once."""
+        config = self.loaded.config
+        seen = config.rows_seen(length)
+        writing = (*config.keeping_layers, *config.ring_layers)
+        return sum(seen[layer] * self.row_bytes[layer] for layer in writing)
+
     def new_bank(self, plan: LayerPlan, needs: Needs, placement: Placement | None) -> Bank:
         """An empty bank for this session under a method with such needs."""
         loaded, planner = self.loaded, self.planner
         config, dtype, device = loaded.config, loaded.dtype, loaded.model.device
         if needs.forgets:
             span = planner.chunk + needs.waiting
-            return ChunkBank(config, self.capacity, dtype, device, span=span)
+            sizes = dict(span=span, chunk=planner.chunk)
+            return ChunkBank(config, self.capacity, dtype, device, **sizes)
         given = config, plan, self.capacity, dtype, device
         if placement is None:
             return DeviceBank(*given, chunk=planner.chunk)
@@ -438,7 +446,7 @@ def held_figures(session: SessionState) -> dict[str, Any]:
     )
     if runtime.needs.history == "store":
         # Resident: what the method needs, of what its tokens would take. A bank may stand beside.
-        every = sum(session.row_bytes) * max(1, len(session.ids))
+        every = session.bytes_of(max(1, len(session.ids)))
         figures |= dict(
             selection_bytes=0,
             store_bytes=runtime.nbytes,

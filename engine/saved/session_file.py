@@ -115,7 +115,7 @@ def _facts(session: SessionState, extra: Any, tensors: list[torch.Tensor]) -> di
         "queries": queries,
         "ring": (ring.low, ring.high),
         "kept": ring.kept,
-        "windows": {} if session.bank.forgets else windows(session.bank, len(session)),
+        "windows": windows(session.bank, len(session)),
         "recurrent": states(session),
         "last_logits": session.last_logits,
         "state": runtime.state(),

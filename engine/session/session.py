@@ -39,7 +39,7 @@ from engine.saved.session_file import save_session
 from engine.session.check import Report, check
 from engine.session.generate import generate
 from engine.session.results import Piece
-from engine.session.switch import fork, new_runner, switch
+from engine.session.switch import fork, new_runner, reads_again, switch
 from kernels.launch.dispatch import BACKENDS
 
 
@@ -127,8 +127,11 @@ class Session(SessionState):
     def reads_again(self, method: Method) -> int:
         """Return how many tokens `set_method(method)` reads again because their rows are gone."""
         self.require_open()
-        again = self.bank.forgets and not self.endless and method != self.method
-        return len(self.ids) if again else 0
+        if self.endless:
+            return 0
+        method, plan = self.planner.resolve_method(method)
+        needs = method.needs(plan, self.loaded.config, self.capacity, self.loaded.dtype.itemsize)
+        return len(self.ids) if reads_again(self, method, needs) else 0
 
     def set_backend(self, backend: str) -> None:
         """Continue with other launchers ("auto", "reference", "cpu", "native", "triton") over the

@@ -21,7 +21,7 @@ from engine.plan.needs import Needs
 from engine.plan.placement import Placement
 from engine.plan.prefill_time import Progress
 from engine.runner.history import PendingReplay, Savepoint
-from engine.runner.rewind import replay, switched
+from engine.runner.rewind import replay, rows_lost, switched
 from engine.runner.state import SessionState
 from engine.runner.step_runner import StepRunner
 
@@ -53,7 +53,8 @@ def switch(
         if not again or session.history.pending is None:
             replay(session, progress)
         old, needs = session.bank, _needs(session, method, plan)
-        if again or (needs.forgets and not old.forgets):
+        again = again or reads_again(session, method, needs)
+        if needs.forgets != old.forgets or (again and old.forgets):
             bank = session.new_bank(plan, needs, placement)
         else:
             bank = old.relayout(plan, placement)
@@ -78,6 +79,16 @@ def switch(
         complete(take)
         if again:
             replay(session, progress)
+
+
+def reads_again(session: SessionState, method: Method, needs: Needs) -> bool:
+    """Return whether a session reads all its tokens again to go on with a method of such needs:
+    where their rows are gone.
+    """
+    if method == session.method:
+        return False
+    kept = needs.history != "store" or not rows_lost(session, needs, len(session.ids))
+    return session.bank.forgets or not kept
 
 
 def _needs(session: SessionState, method: Method, plan: LayerPlan) -> Needs:

@@ -21,6 +21,7 @@ from engine.methods.base import Runtime, Setup
 from engine.methods.evict.shared.runtime import EvictingRuntime
 from engine.methods.evict.shared.settings import Evicting
 from engine.methods.evict.shared.store import Part, Sequence
+from engine.methods.evict.shared.windows import spread
 from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary, apply_rope
 from engine.plan.layers import LayerPlan
@@ -65,7 +66,7 @@ class ExpectedAttention(Evicting):
         """The store, and twice the statistics of a prompt."""
         statistics = config.num_heads * _width(config.head_dim) * 4
         store = super().store_bytes(plan, config, itemsize, capacity)
-        return store + 2 * plan.num_layers * statistics
+        return store + 2 * len(plan.partial_layers) * statistics
 
     def runtime(self, setup: Setup) -> Runtime:
         return ExpectedRuntime(self, setup)
@@ -98,8 +99,8 @@ class ExpectedRuntime(EvictingRuntime):
         if sequence.sums is None or not goes_on:
             config = self.setup.config
             shape = self.heads, config.group, _width(config.head_dim)
-            layers = range(self.plan.num_layers)
-            sequence.keep_sums([torch.zeros(shape, device=self.setup.device) for _ in layers])
+            sums = [torch.zeros(shape, device=self.setup.device) for _ in self.evicting]
+            sequence.keep_sums(spread(self.plan, sums, sums[0].new_zeros(0)))
 
     def observe(
         self,
@@ -127,9 +128,9 @@ class ExpectedRuntime(EvictingRuntime):
     def add_scores(self, b: int, sequence: Sequence, count: int) -> None:
         if not self.reading or sequence.sums is None:
             return
-        for layer, sums in enumerate(sequence.sums):
+        for layer in self.evicting:
             parts = [new for (at, _), new in sorted(self.pending.items()) if at == layer]
-            sums += torch.cat(parts)
+            sequence.sums[layer] += torch.cat(parts)
 
     def end_prompt(self, length: int, step: Step | None = None) -> None:
         """Of tokens that nobody has read (a synthetic bank) no query is known."""

@@ -19,6 +19,7 @@ from engine.methods.base import Runtime, Setup
 from engine.methods.evict.h2o import H2O
 from engine.methods.evict.shared.accumulated_scores import AccumulatingRuntime
 from engine.methods.evict.shared.store import Part, Rows, Sequence, best, row_bytes
+from engine.methods.evict.shared.windows import spread
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
@@ -65,7 +66,7 @@ class H2OPlus(H2O):
         """The stores before and after a chunk, which is committed at its end, and the scores of
         both with a segment.
         """
-        rows = plan.num_layers * (
+        rows = len(plan.partial_layers) * (
             min(capacity, self.budget(plan, capacity)) + self.waiting(capacity)
         )
         stores = 2 * self.store_rows(plan, capacity)
@@ -103,18 +104,18 @@ class H2OPlusRuntime(AccumulatingRuntime):
     """
 
     method: H2OPlus
-    layers: list[Progress]
+    layers: dict[int, Progress]  # of the layers that evict
 
     def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
         """Every layer begins with what it has kept."""
         self.reading, self.total, self.pending, self.start = True, stop, {}, start
         self.budget = self.method.budget(self.plan, stop)
         self.segment = self.method.segment_of(stop)
-        sequence, self.layers = self.sequences[0], []
-        for layer in range(self.plan.num_layers):
+        sequence, self.layers = self.sequences[0], {}
+        for layer in self.evicting:
             rows = sequence.layers[layer][0] if sequence.layers else None
             scores = rows.part().scores if rows else None
-            self.layers.append(Progress(rows, sequence.since, scores))
+            self.layers[layer] = Progress(rows, sequence.since, scores)
 
     def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         """A chunk, cut at the ends of segments."""
@@ -173,10 +174,10 @@ class H2OPlusRuntime(AccumulatingRuntime):
     def forget_read(self, b: int, sequence: Sequence) -> None:
         """All but a segment that has begun; and the store of before this prompt."""
         assert self.bank is not None
-        rows = [[progress.rows] for progress in self.layers if progress.rows is not None]
+        rows = self._rows()
         if rows:
-            sequence.keep_read(rows, self.layers[0].since)
-        for layer, progress in enumerate(self.layers):
+            sequence.keep_read(spread(self.plan, rows, []), self.layers[self.evicting[0]].since)
+        for layer, progress in self.layers.items():
             self.bank.forget(layer, progress.since)
 
     def end_prompt(self, length: int, step: Step | None = None) -> None:
@@ -186,12 +187,16 @@ class H2OPlusRuntime(AccumulatingRuntime):
         if not self.reading:
             self.begin_prompt(self.sequences[0].length, length)
         self.reading, self.bank, sequence = False, step.bank, self.sequences[0]
-        for layer, progress in enumerate(self.layers):
+        for layer, progress in self.layers.items():
             if progress.since < length:
                 k, v = self._live(layer, progress, length)
                 self.layers[layer] = self._cut(layer, progress, k, v, length)
                 del k, v
             self.bank.forget(layer, length)
-        sequence.read_to(length, self.method.budgets(self.plan, length))
-        sequence.keep([[progress.rows] for progress in self.layers if progress.rows])
-        self.layers = []
+        sequence.read_to(length, self.budgets(length))
+        sequence.keep(spread(self.plan, self._rows(), []))
+        self.layers = {}
+
+    def _rows(self) -> list[list[Rows]]:
+        """The store of each layer that evicts; empty while none has one."""
+        return [[progress.rows] for progress in self.layers.values() if progress.rows is not None]

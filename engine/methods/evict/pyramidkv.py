@@ -30,7 +30,8 @@ class PyramidKV(SnapKV):
 
     def budgets(self, plan: LayerPlan, length: int) -> list[int]:
         """Falling, with the sum of equal ones up to one token a layer."""
-        return pyramid(plan.num_layers, self.budget(plan, length), length, self.window, self.beta)
+        layers = len(plan.partial_layers)
+        return pyramid(layers, self.budget(plan, length), length, self.window, self.beta)
 
 
 def pyramid(layers: int, budget: int, length: int, window: int, beta: int) -> list[int]:

@@ -62,8 +62,9 @@ class ZigZagRuntime(SnapRuntime):
     def layer_budgets(self, length: int, step: Step) -> list[int]:
         """Never below the window, with the sum of equal ones."""
         method, budget = self.method, self.method.budget(self.plan, length)
-        sequence, layers = self.sequences[0], range(self.plan.num_layers)
-        found = torch.stack([self._needed(sequence, layer, length, step) for layer in layers])
+        sequence = self.sequences[0]
+        needs = [self._needed(sequence, layer, length, step) for layer in self.evicting]
+        found = torch.stack(needs)
         low = max(min(method.window, length), int(method.floor * budget))
         return dealt(found.tolist(), min(budget, length), low, length)
 

@@ -133,5 +133,5 @@ def test_a_method_that_derives_from_another_knows_what_that_knows(method, same):
     with llm.session(method) as session, llm.session(plain) as other:
         assert torch.equal(played(session), played(other))
     assert llm.resolve_method(Exact(method))[0].method == method
-    with pytest.raises(SettingError, match="knorm: does not know the sliding-window layers"):
+    with pytest.raises(SettingError, match="knorm: does not know the cap on attention scores"):
         llm.session(KNorm(tokens=40))

@@ -19,6 +19,7 @@ from engine.forward.decode import Decoder
 from engine.methods.controls.ablations import OmniKVPerLayer, OmniKVUnpacked
 from engine.methods.controls.brutal_offload import BrutalOffload
 from engine.methods.controls.controls import OmniKVNewest, OmniKVOne, OmniKVRandom
+from engine.methods.evict.shared.settings import Evicting
 from engine.methods.exact import Exact
 from engine.methods.registry import methods
 from engine.methods.select.minference import MInference
@@ -254,6 +255,10 @@ def test_other_methods_leave_windows_alone(llm, name):
 def test_methods_that_know_no_windows_say_why_not(llm):
     for name, kind in methods().items():
         if name in ("full", "omnikv", *OTHERS) or not kind.__module__.startswith("engine."):
+            continue
+        if issubclass(kind, Evicting):  # tests/engine/methods/test_windowed_evicting.py
+            with llm.session(kind()) as session:
+                assert session.plan.count(Role.LOCAL) == session.plan.count(Role.RETAINED) == 3
             continue
         with pytest.raises(SettingError, match=r"sliding-window layers of this model \(Mistral\)"):
             llm.session(kind())

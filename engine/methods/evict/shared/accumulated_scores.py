@@ -19,6 +19,7 @@ from engine.methods.base import Runtime, Setup
 from engine.methods.evict.shared.runtime import EvictingRuntime
 from engine.methods.evict.shared.settings import Evicting
 from engine.methods.evict.shared.store import Part, Rows, Sequence, best
+from engine.methods.evict.shared.windows import spread
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
@@ -80,7 +81,8 @@ class Accumulating(Evicting):
     ) -> int:
         """Where nothing is cut yet, the scores of all tokens."""
         if self.cut == "first_step" and generated == 0:
-            return 4 * config.num_layers * config.num_kv_heads * self.scores_of(config) * prompt
+            heads = len(plan.partial_layers) * config.num_kv_heads
+            return 4 * heads * self.scores_of(config) * prompt
         return super().held_bytes(plan, config, itemsize, prompt, generated)
 
     def store_bytes(
@@ -88,7 +90,7 @@ class Accumulating(Evicting):
     ) -> int:
         """The store, and twice the scores of a whole prompt."""
         heads = config.num_kv_heads * self.scores_of(config)
-        scores = 8 * config.num_layers * heads * capacity
+        scores = 8 * len(plan.partial_layers) * heads * capacity
         return super().store_bytes(plan, config, itemsize, capacity) + scores
 
     def runtime(self, setup: Setup) -> Runtime:
@@ -126,7 +128,7 @@ class AccumulatingRuntime(EvictingRuntime):
         sequence, goes_on = self.sequences[0], self.reading or self.sequences[0].layers is None
         super().begin_prompt(start, stop, more)
         old, found = sequence.sums if goes_on else None, []
-        for layer in range(self.plan.num_layers):
+        for layer in self.evicting:
             before, held = None if old is None else old[layer], 0
             if sequence.layers is not None:
                 scores = [rows.part().scores for rows in sequence.layers[layer]]
@@ -144,7 +146,7 @@ class AccumulatingRuntime(EvictingRuntime):
                 known = min(seen, before.shape[2])
                 sums[:, :, :known] = before[:, :, :known]
             found.append(sums)
-        sequence.keep_sums(found)
+        sequence.keep_sums(spread(self.plan, found, self.no_scores()))
 
     def end_prompt(self, length: int, step: Step | None = None) -> None:
         """Tokens that nobody has read (a synthetic bank) have received no attention."""
@@ -209,17 +211,20 @@ class AccumulatingRuntime(EvictingRuntime):
             return
         sums = sequence.sums
         if sums is None:
-            count = self.method.scores_of(self.setup.config)
-            none = torch.zeros(self.heads, count, 0, device=self.setup.device)
-            sums = [none] * self.plan.num_layers
+            sums = [self.no_scores()] * self.plan.num_layers
             sequence.keep_sums(sums)
-        for layer, old in enumerate(sums):
-            new = self.pending[b, layer, 0]
+        for layer in self.evicting:
+            old, new = sums[layer], self.pending[b, layer, 0]
             if old.shape[2] < new.shape[2]:
                 more = old.new_zeros(*old.shape[:2], new.shape[2] - old.shape[2])
                 old = torch.cat([old, more], 2)
             old[:, :, : new.shape[2]].mul_(decay).add_(new)
             sums[layer] = old
+
+    def no_scores(self) -> torch.Tensor:
+        """Scores of no token."""
+        count = self.method.scores_of(self.setup.config)
+        return torch.zeros(self.heads, count, 0, device=self.setup.device)
 
     def rank(self, sequence: Sequence, layer: int, part: Part, step: Step | None) -> torch.Tensor:
         return self.ranked(part, sequence.length, sequence.budgets[layer])

@@ -21,6 +21,7 @@ from engine.methods.base import Method, Runtime, Setup
 from engine.methods.evict.shared.runtime import EvictingRuntime
 from engine.methods.evict.shared.settings import Evicting
 from engine.methods.evict.shared.store import Part, Rows, Sequence
+from engine.methods.evict.shared.windows import spread
 from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary
 from engine.plan.layers import LayerPlan
@@ -75,6 +76,8 @@ class Windowed(Evicting):
             return super().streamed(config)
         if self.tokens is None:
             raise self.no_stream(f"has share={self.share}, a budget that grows with the text")
+        if config.local_layers:
+            raise self.no_stream("has no stream over sliding-window layers")
         if config.rope.kind == "dynamic":
             raise self.no_stream("meets dynamic rope here, which changes with the text's length")
         return replace(self, forget=True)
@@ -269,7 +272,8 @@ class WindowedRuntime(EvictingRuntime):
         so.
         """
         if self.method.own_prefill:
-            sequence.allot([sum(self.sizes(self.total))] * self.plan.num_layers)
+            budgets = [sum(self.sizes(self.total))] * len(self.evicting)
+            sequence.allot(spread(self.plan, budgets, 0))
             self.fold(b, None, self.choose_read)
 
     def choose_read(

@@ -28,6 +28,7 @@ from engine.methods.evict.shared.ragged import Ragged, copied, joined
 from engine.methods.evict.shared.saved_rows import checked_layers
 from engine.methods.evict.shared.settings import Evicting
 from engine.methods.evict.shared.store import Part, Rows, Sequence, best
+from engine.methods.evict.shared.windows import spread, window_positions, window_rows_bytes
 from engine.model.rope import apply_rope
 from kernels.attention.dense import decode_dense
 from kernels.prefill.dense import prefill_dense
@@ -45,6 +46,7 @@ class EvictingRuntime(Runtime):
     def __init__(self, method: Evicting, setup: Setup):
         super().__init__(method, setup)
         self.heads = setup.config.num_kv_heads
+        self.evicting = setup.plan.partial_layers  # the layers that see every token, ascending
         self.sequences = [Sequence() for _ in range(setup.batch)]
         self.reading = False  # whether a prompt is being read
         self.total: float = 0  # the length at which that prompt ends; infinite while it goes on
@@ -63,7 +65,9 @@ class EvictingRuntime(Runtime):
         raise NotImplementedError
 
     def layer_budgets(self, length: int, step: Step) -> list[int]:
-        """Budget of each layer at the end of a prompt of `length` tokens, before it is cut."""
+        """Budget of each layer that evicts, ascending, at the end of a prompt of `length` tokens,
+        before it is cut.
+        """
         return self.method.budgets(self.plan, length)
 
     def choose(
@@ -134,11 +138,17 @@ class EvictingRuntime(Runtime):
 
     # ---------------------------------------------------------------- what is held
 
+    def budgets(self, length: int) -> list[int]:
+        """Budget of each layer at `length` tokens; 0 where it does not evict."""
+        return spread(self.plan, self.method.budgets(self.plan, length), 0)
+
     @property
     def k(self) -> int:
-        """Tokens that a K/V head keeps, mean over layers: the budget of the answer under way."""
+        """Tokens that a K/V head keeps, mean over the layers that evict: the budget of the answer
+        under way.
+        """
         budgets = self.sequences[0].budgets
-        return sum(budgets) // len(budgets) if budgets else 0
+        return sum(budgets) // len(self.evicting) if budgets else 0
 
     @property
     def nbytes(self) -> int:
@@ -153,12 +163,13 @@ class EvictingRuntime(Runtime):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of K and V that the method needs between steps: the stores', and the bank's while
-        nothing is cut.
+        """Bytes of K and V that the method needs between steps: the stores', the bank's while
+        nothing is cut, and those of sliding windows.
         """
-        config = self.setup.config
-        token = config.num_layers * config.kv_bytes(self.setup.dtype.itemsize)
+        config, size = self.setup.config, self.setup.dtype.itemsize
+        token = len(config.keeping_layers) * config.kv_bytes(size)
         uncut = sum(token * s.length for s in self.sequences if s.layers is None)
+        uncut += sum(window_rows_bytes(config, s.length, size) for s in self.sequences)
         return uncut + sum(
             rows.kv_bytes for s in self.sequences for layer in s.layers or () for rows in layer
         )
@@ -166,6 +177,8 @@ class EvictingRuntime(Runtime):
     def positions(self, layer: int, sequence: int = 0) -> list[list[int]]:
         """Positions that each K/V head of a layer holds: one ascending list per head."""
         held = self.sequences[sequence]
+        if layer not in self.evicting:
+            return window_positions(self.setup.config, layer, held.length)
         if held.layers is None:
             return [list(range(held.length))] * self.heads
         return [
@@ -176,13 +189,11 @@ class EvictingRuntime(Runtime):
 
     def rows_read(self, n: int) -> list[int]:
         """Of the step that made the bank n tokens long, mean over heads."""
-        sequence = self.sequences[0]
-        if sequence.layers is None:
-            return [n] * self.plan.num_layers
-        return [
-            sum(rows.held * len(rows.positions) for rows in layer) // self.heads
-            for layer in sequence.layers
-        ]
+        sequence, seen = self.sequences[0], self.setup.config.rows_seen(n)
+        for layer in self.evicting if sequence.layers is not None else ():
+            parts = sequence.layers[layer]
+            seen[layer] = sum(rows.held * len(rows.positions) for rows in parts) // self.heads
+        return seen
 
     # ---------------------------------------------------------------- a prompt
 
@@ -245,8 +256,8 @@ class EvictingRuntime(Runtime):
         if step is None:
             return
         self.bank = step.bank
-        sequence.read_to(length, self.method.budgets(self.plan, length))
-        sequence.allot(self.layer_budgets(length, step))
+        sequence.read_to(length, self.budgets(length))
+        sequence.allot(spread(self.plan, self.layer_budgets(length, step), 0))
         if self.method.cut == "prefill":
             self.fold(0, step, self.choose)
         elif sequence.layers is not None:
@@ -256,10 +267,11 @@ class EvictingRuntime(Runtime):
         """Make a sequence's store again from what it attends to: what `choose` keeps, or (None) all
         of it.
         """
-        sequence, layers = self.sequences[b], []
+        sequence = self.sequences[b]
+        layers: list[list[Rows]] = [[] for _ in range(self.plan.num_layers)]
         assert self.bank is not None
-        for layer in range(self.plan.num_layers):
-            layers.append(self._made(b, layer, step, choose))
+        for layer in self.evicting:
+            layers[layer] = self._made(b, layer, step, choose)
             if self.method.forget:
                 # layer by layer, so that no more than one layer's rows are held twice
                 sequence.replace(layer, layers[layer])
@@ -334,7 +346,7 @@ class EvictingRuntime(Runtime):
         # the first step after a prompt that was not cut, or of a session without one
         if sequence.layers is None:
             if not sequence.budgets:
-                sequence.allot(self.method.budgets(self.plan, sequence.length))
+                sequence.allot(self.budgets(sequence.length))
             self.fold(b, None, self.choose if self.method.cut == "first_step" else None)
             return
         sequence.stored()
@@ -383,7 +395,8 @@ class EvictingRuntime(Runtime):
             if length:
                 raise ValueError("layers")
             return state
-        if len(budgets) != self.plan.num_layers:
+        evicting = tuple(layer for layer, budget in enumerate(budgets) if budget)
+        if len(budgets) != self.plan.num_layers or evicting != self.evicting:
             raise ValueError("budgets")
         scores = self.method.scores_of(self.setup.config)
         layers = checked_layers(layers, self.setup, scores, length)

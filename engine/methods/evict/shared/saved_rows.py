@@ -17,7 +17,13 @@ def checked_layers(layers: Any, setup: Setup, scores: int, length: int) -> list[
     """
     if not isinstance(layers, list) or len(layers) != setup.config.num_layers:
         raise ValueError("layers")
-    return [_checked_layer(parts, setup, scores, length) for parts in layers]
+    evicting = setup.plan.partial_layers
+    if any(parts for layer, parts in enumerate(layers) if layer not in evicting):
+        raise ValueError("layers")
+    return [
+        _checked_layer(parts, setup, scores, length) if layer in evicting else []
+        for layer, parts in enumerate(layers)
+    ]
 
 
 def _checked_layer(parts: Any, setup: Setup, many: int, length: int) -> list[Any]:

@@ -14,8 +14,9 @@ from engine.base.errors import SettingError
 from engine.base.figures import human
 from engine.methods.base import Method
 from engine.methods.evict.shared.store import ROOM, reserved, row_bytes
+from engine.methods.evict.shared.windows import evicting_plan
 from engine.model.config.config import ModelConfig
-from engine.plan.layers import LayerPlan, Role
+from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
 
 # tokens of an answer that a plan counts behind the longest prompt: the most that the chat writes
@@ -78,8 +79,8 @@ class Evicting(Method):
         return {"share": 0.2}
 
     def plan(self, config: ModelConfig) -> LayerPlan:
-        """Every layer reads what it has retained."""
-        return LayerPlan((Role.RETAINED,) * config.num_layers, (), (None,) * config.num_layers)
+        """Every layer that sees all tokens reads what it has retained; others stay as they are."""
+        return evicting_plan(self.name, config)
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         prompt, waiting = capacity - 1, self.waiting(capacity) if self.forget else 0
@@ -100,6 +101,7 @@ class Evicting(Method):
             waiting=waiting,
             point_bytes=self.point_bytes(plan, config, itemsize, capacity) if self.forget else 0,
             proportional=self.tokens is None,
+            sliding=True,
         )
 
     def scores_of(self, config: ModelConfig) -> int:
@@ -136,8 +138,8 @@ class Evicting(Method):
         return stop if stop < total else 2 * stop
 
     def budget(self, plan: LayerPlan, length: int) -> int:
-        """Tokens that a K/V head keeps, mean over heads and layers, where the latest prefill ended
-        at `length`.
+        """Tokens that a K/V head keeps, mean over heads and the layers that evict, where the latest
+        prefill ended at `length`.
         """
         if self.tokens is not None:
             return self.tokens
@@ -145,8 +147,8 @@ class Evicting(Method):
         return max(self.min_tokens, math.floor(self.share * length))
 
     def budgets(self, plan: LayerPlan, length: int) -> list[int]:
-        """Budget of each layer."""
-        return [self.budget(plan, length)] * plan.num_layers
+        """Budget of each layer that evicts, ascending."""
+        return [self.budget(plan, length)] * len(plan.partial_layers)
 
     def max_rows(self, budget: int) -> int | None:
         """Rows that a store of this budget never exceeds, one for the step under way included; None
@@ -162,8 +164,8 @@ class Evicting(Method):
         return kept, kept + generated
 
     def rows_reserved(self, plan: LayerPlan, prompt: int, generated: int = 0) -> int:
-        """Rows that the stores of all layers hold per K/V head, in use or not, after one prompt and
-        `generated` tokens.
+        """Rows that the stores of all layers that evict hold per K/V head, in use or not, after one
+        prompt and `generated` tokens.
         """
         return sum(
             reserved(*self.course(budget, prompt, generated), self.max_rows(budget))
@@ -177,7 +179,7 @@ class Evicting(Method):
         yet.
         """
         if self.cut == "first_step" and generated == 0:
-            return config.num_layers * prompt * config.kv_bytes(itemsize)
+            return len(config.keeping_layers) * prompt * config.kv_bytes(itemsize)
         return self.rows_reserved(plan, prompt, generated) * config.kv_bytes(itemsize)
 
     def held_bytes(
@@ -221,7 +223,7 @@ class Evicting(Method):
             return f"the most that is kept{'' if self.forget else ' beside the bank'}"
         answer = answer_tokens(capacity)
         token = (
-            plan.num_layers
+            len(plan.partial_layers)
             * config.num_kv_heads
             * row_bytes(config, itemsize, self.scores_of(config))
         )

@@ -1,0 +1,62 @@
+"""Evicting methods on models with sliding windows, simulated densely in float64.
+
+A rule's masks act in the layers that see every token. A layer that slides sees the newest tokens of
+its window, whatever the rule: it drops nothing and scores nothing.
+"""
+
+import numpy as np
+
+from tests.engine.methods.evicting_simulation import Conversation
+from tests.engine.methods.newer_simulation import NewConversation
+
+
+class Sliding:
+    """Before a Conversation's class: its layers with a window in `windows` (0: none) slide."""
+
+    windows = ()
+
+    def _logits(self, layer, q, at):
+        if not self.windows[layer]:
+            return super()._logits(layer, q, at)
+        model, keys = self.model, np.repeat(self.keys[layer], self.group, axis=1)
+        there = np.arange(len(keys))
+        ages = at[:, None] - there
+        found = model.rotate(q, at).transpose(1, 0, 2) @ model.rotate(keys, there).transpose(
+            1, 2, 0
+        )
+        seen = (ages >= 0) & (ages < self.windows[layer])
+        return np.where(seen, found / np.sqrt(model.shape.head_dim), -np.inf)
+
+    def _heavy(self, layer, budget):
+        if not self.windows[layer]:
+            super()._heavy(layer, budget)
+
+    def _snap(self, layer):
+        if not self.windows[layer]:
+            super()._snap(layer)
+
+    def kept(self, layer):
+        if not self.windows[layer]:
+            return super().kept(layer)
+        n = len(self.keys[layer])
+        return [list(range(max(0, n - self.windows[layer]), n))] * len(self.alive[layer])
+
+
+class WindowedConversation(Sliding, Conversation):
+    """A Conversation with a model some of whose layers slide."""
+
+    def __init__(self, model, rule, windows):
+        self.windows = windows
+        super().__init__(model, rule)
+
+
+class NewWindowedConversation(Sliding, NewConversation):
+    """A NewConversation with such a model."""
+
+    def __init__(self, model, rule, windows):
+        self.windows = windows
+        super().__init__(model, rule)
+
+    def _cut(self, layer, budget):
+        if not self.windows[layer]:
+            super()._cut(layer, budget)
