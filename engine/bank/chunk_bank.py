@@ -250,9 +250,9 @@ class ChunkBank(Bank):
         source = self.source
         assert source is not None
         for layer, ring in self._windows.items():
-            theirs = source.window_ring(layer)
-            assert theirs is not None, f"layer {layer} keeps no window"
-            ring.copy_from(theirs, length)
+            other = source.window_ring(layer)
+            assert other is not None, f"layer {layer} keeps no window"
+            ring.copy_from(other, length)
         if first < length:
             for layer in self.keeping:
                 held = self._room(layer, first, length + STEP)

@@ -190,9 +190,10 @@ class EvictingRuntime(Runtime):
     def rows_read(self, n: int) -> list[int]:
         """Of the step that made the bank n tokens long, mean over heads."""
         sequence, seen = self.sequences[0], self.setup.config.rows_seen(n)
-        for layer in self.evicting if sequence.layers is not None else ():
-            parts = sequence.layers[layer]
-            seen[layer] = sum(rows.held * len(rows.positions) for rows in parts) // self.heads
+        if sequence.layers is not None:
+            for layer in self.evicting:
+                parts = sequence.layers[layer]
+                seen[layer] = sum(rows.held * len(rows.positions) for rows in parts) // self.heads
         return seen
 
     # ---------------------------------------------------------------- a prompt
