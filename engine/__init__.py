@@ -23,6 +23,7 @@ _HOMES = {
     "H2O": "engine.methods.evict.h2o",
     "H2OPlus": "engine.methods.evict.h2o_plus",
     "Keyformer": "engine.methods.evict.keyformer",
+    "KVzip": "engine.methods.evict.kvzip",
     "LMInfinite": "engine.methods.evict.lm_infinite",
     "PyramidKV": "engine.methods.evict.pyramidkv",
     "RandomEviction": "engine.methods.evict.random_eviction",

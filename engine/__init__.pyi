@@ -10,6 +10,7 @@ from engine.methods.evict.expected_attention import ExpectedAttention as Expecte
 from engine.methods.evict.h2o import H2O as H2O
 from engine.methods.evict.h2o_plus import H2OPlus as H2OPlus
 from engine.methods.evict.keyformer import Keyformer as Keyformer
+from engine.methods.evict.kvzip import KVzip as KVzip
 from engine.methods.evict.lm_infinite import LMInfinite as LMInfinite
 from engine.methods.evict.pyramidkv import PyramidKV as PyramidKV
 from engine.methods.evict.random_eviction import RandomEviction as RandomEviction

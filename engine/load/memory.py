@@ -103,9 +103,20 @@ def memory_items(
         ("selection", needs.device_bytes, "scores and indices" if needs.selected else ""),
         *((("retained rows", store, needs.store_note),) if store else ()),
         *_forgetting_items(config, needs, size, chunk, context, savepoints),
+        *_again_item(config, needs, size),
         *((("sparse prefill", chosen, "what a chunk's queries choose from"),) if chosen else ()),
         ("prefill workspace", workspace, f"activations of one chunk of {chunk} tokens"),
     )
+
+
+def _again_item(config: ModelConfig, needs: Needs, size: int) -> tuple[Item, ...]:
+    """Return the rows of a pass of a prompt's end, to the byte what its bank allocates."""
+    if not needs.again:
+        return ()
+    # room for a step, and a step's rows, as in every bank of that kind
+    rows = len(config.keeping_layers) * (needs.again + 3)
+    note = f"{needs.again} rows of a pass at a prompt's end, which takes about the prompt's time"
+    return (("repeating", rows * config.kv_bytes(size), note),)
 
 
 def _waiting(needs: Needs, chunk: int, context: int) -> int:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from engine.bank.base import Bank, Opened, Step
+from engine.bank.base import AttendsPrompt, Bank, Opened, Step
 from engine.bank.host.streamed_attention import attend_stream
 from engine.bank.row_origins import FULL, Span
 from engine.base.errors import SettingError
@@ -30,6 +30,15 @@ from kernels.attention.sparse import decode_sparse
 from kernels.launch.softmax import Softmax
 from kernels.prefill.dense import prefill_dense
 from kernels.prefill.window import prefill_window
+
+Encode = Callable[[str], list[int]]  # ids of a text; none where a session has no tokenizer
+
+
+class Pass(NamedTuple):
+    """A pass over tokens behind a prompt that leaves no row: their ids, and what they attend to."""
+
+    ids: list[int]
+    attends: AttendsPrompt
 
 
 @dataclass(frozen=True)
@@ -314,6 +323,17 @@ class Runtime:
         k, v = ring.views(low, stop)
         given = start - low, ring.window, self.scale, self.setup.backend, self.softmax[layer]
         return prefill_window(q, k, v, *given)
+
+    def passes(self, bank: Bank, begin: int, ids: Sequence[int], encode: Encode) -> list[Pass]:
+        """Return what runs through the model again before the prompt ends that began at `begin`
+        (engine/runner/prompt.py), with Needs.again. ids: all of the session's tokens, whose rows
+        are in `bank` or in a store. Nothing but what `end_prompt` uses up may change.
+        """
+        return []
+
+    def passes_flops(self, flops: PrefillFlops, begin: int, stop: int) -> tuple[float, float]:
+        """(linear, attention) operations of the passes of a prompt at positions begin .. stop-1."""
+        return 0.0, 0.0
 
     def end_prompt(self, length: int, step: Step | None = None) -> None:
         """A prompt has ended and the bank holds `length` tokens: fix budgets by share, evict.

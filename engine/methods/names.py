@@ -13,6 +13,7 @@ NAMES = (
     "h2o_plus",
     "infllm",
     "keyformer",
+    "kvzip",
     "lm_infinite",
     "minference",
     "omnikv",

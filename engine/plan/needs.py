@@ -41,7 +41,8 @@ class Needs:
     steps since, "rerun" re-runs the steps over the bank. queries: most tokens of one step. sliding:
     it knows sliding-window layers. capped: it knows a cap on attention's logits, and sinks.
     recurrent: it knows layers without attention, whose state only their tokens lead to. latent: it
-    knows rows of latent attention, where V is K and one row serves all heads.
+    knows rows of latent attention, where V is K and one row serves all heads. again: rows
+    of every layer that a pass of a prompt's end makes and drops (Runtime.passes); 0: there is none.
     """
 
     selected: int = 0
@@ -74,3 +75,4 @@ class Needs:
     waiting: int = 0
     point_bytes: int = 0
     proportional: bool = False
+    again: int = 0

@@ -85,10 +85,19 @@ class Eta:
     give a sane estimate.
     """
 
-    def __init__(self, flops: Callable[[int, int], tuple[float, float]], start: int, stop: int):
-        """flops(start, stop) -> (linear, attention) FLOPs of those positions."""
+    def __init__(
+        self,
+        flops: Callable[[int, int], tuple[float, float]],
+        start: int,
+        stop: int,
+        passes: tuple[float, float] = (0.0, 0.0),
+    ):
+        """flops(start, stop) -> (linear, attention) FLOPs of those positions. passes: FLOPs of what
+        runs again at the prompt's end.
+        """
         self.flops, self.start, self.stop = flops, start, stop
-        self.total = sum(flops(start, stop))
+        self.passes, self.passed = passes, 0.0  # how much of the passes is done
+        self.total = sum(flops(start, stop)) + sum(passes)
         self.began = time.perf_counter()
         self.rows: list[tuple[float, float, float]] = []
 
@@ -99,8 +108,13 @@ class Eta:
     def left(self, at: int) -> float:
         """Seconds for positions at .. stop-1."""
         linear, attention = self.flops(at, self.stop)
+        again = 1 - self.passed
         a, b = self._rates()
-        return a * linear + b * attention
+        return a * (linear + again * self.passes[0]) + b * (attention + again * self.passes[1])
+
+    def repeated(self, share: float) -> None:
+        """Note that such a share of the passes is done."""
+        self.passed = share
 
     def _rates(self) -> tuple[float, float]:
         rate = sum(r[2] for r in self.rows) / max(1e-9, sum(r[0] + r[1] for r in self.rows))
@@ -118,7 +132,7 @@ class Eta:
 
     def progress(self, at: int) -> PrefillProgress:
         """PrefillProgress at position `at`, tokens counted from where this prefill began."""
-        done = sum(self.flops(self.start, at))
+        done = sum(self.flops(self.start, at)) + self.passed * sum(self.passes)
         return PrefillProgress(
             at - self.start,
             self.stop - self.start,

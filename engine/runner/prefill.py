@@ -15,7 +15,7 @@ from engine.base.device import synchronize
 from engine.forward.prefill import Outputs, run_chunk
 from engine.methods.requirements import validate_parts
 from engine.plan.prefill_time import Eta, PrefillFlops, Progress
-from engine.runner.prompt import end_prompt
+from engine.runner.prompt import end_prompt, tell
 from engine.runner.rollback import exclusive, reading, rewound_on_error
 from engine.runner.state import SessionState
 
@@ -43,7 +43,11 @@ def read(
     if start:
         session.keep_state(turn=True)
     flops = partial(runtime.prompt_flops, PrefillFlops.of(session.loaded.config))
-    eta = Eta(flops, start, stop)
+    passes = (0.0, 0.0)
+    if not more:
+        begin = history.prompt_begin(start)
+        passes = runtime.passes_flops(PrefillFlops.of(session.loaded.config), begin, stop)
+    eta = Eta(flops, start, stop, passes)
     with reading(session, start, stop):
         size = len(ids) if runtime.needs.one_chunk else session.planner.chunk
         for first in range(start, stop, size):
@@ -56,7 +60,8 @@ def read(
             eta.add(first, last, seconds)
             session.counters.count_prefill(last - first, seconds)
             if logits is not None:
-                end_prompt(session, start, logits[0], more)
+                end_prompt(session, start, logits[0], more, partial(tell, eta, progress, stop))
+                session.counters.count_prefill(0, time.perf_counter() - began - seconds)
             if progress is not None:
                 progress(eta.progress(last))
     return session.last_logits

@@ -68,11 +68,13 @@ def roll_back(session: SessionState) -> None:
 
 
 def end_early(session: SessionState, start: int) -> None:
-    """End an interrupted prompt after its last committed chunk. start: its first position."""
+    """End an interrupted prompt after its last committed chunk. start: its first position. A method
+    that would run it again leaves it open: the next call goes on with it, or ends it.
+    """
     if session.inconsistent:
         invalidate(session, start)
     elif len(session.committed) > max(start, session.history.prompt_length):
-        end_prompt(session, start, None)
+        end_prompt(session, start, None, more=session.runtime.needs.again > 0)
 
 
 def invalidate(session: SessionState, start: int) -> None:

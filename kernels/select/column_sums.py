@@ -112,3 +112,17 @@ def column_sums(
     for queries, rows, weights in weight_tiles(q, k, first, scale, change):
         sums[:, :, rows] += (weights if each is None else each(weights, queries, rows)).sum(2)
     return sums
+
+
+def column_maxima(q: torch.Tensor, k: torch.Tensor, first: int, scale: float) -> torch.Tensor:
+    """Take the largest weight of every row over the queries: KVzip's score of a pass.
+
+    q [C, H, D] at the end of k [Hkv, T, D]: query j sees rows < first + j + 1. Returns float32
+    [Hkv, G, T]; 0 where no query sees the row.
+    """
+    kv_heads, total = k.shape[:2]
+    maxima = torch.zeros(kv_heads, q.shape[1] // kv_heads, total, device=q.device)
+    for _, rows, weights in weight_tiles(q, k, first, scale):
+        mine = maxima[:, :, rows]
+        torch.maximum(mine, weights.amax(2), out=mine)
+    return maxima

@@ -16,6 +16,7 @@ from engine import (
     Full,
     H2OPlus,
     Keyformer,
+    KVzip,
     LMInfinite,
     MInference,
     PyramidKV,
@@ -197,6 +198,7 @@ REGISTRY: dict[str, Entry] = {
         ExpectedAttention,
         reads="own",
     ),
+    "kvzip": evicting("KVzip, chosen by repeating the context", KVzip),
     "rkv": evicting("R-KV, attention less redundancy, in answers too", RKV),
     "vase": evicting("VaSE, large values and a draw by attention, in answers too", VaSE),
     EVICTION_CONTROL: evicting(

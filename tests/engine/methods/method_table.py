@@ -32,6 +32,7 @@ from engine.methods.evict.expected_attention import ExpectedAttention
 from engine.methods.evict.h2o import H2O
 from engine.methods.evict.h2o_plus import H2OPlus
 from engine.methods.evict.keyformer import Keyformer
+from engine.methods.evict.kvzip import KVzip
 from engine.methods.evict.lm_infinite import LMInfinite
 from engine.methods.evict.pyramidkv import PyramidKV
 from engine.methods.evict.random_eviction import RandomEvictionAll
@@ -350,6 +351,14 @@ TABLE = (
         (ExpectedAttention(tokens=96),),
         retained_rows,
         evicts=True,
+    ),
+    Row(
+        "kvzip",
+        KVzip(tokens=CAPACITY),
+        (KVzip(tokens=60, chunk=100), KVzip(share=0.3, across="head", least=20, sink=0)),
+        retained_rows,
+        evicts=True,
+        stays="its passes read everything that is held again and again",
     ),
     Row("roco", RoCo(tokens=CAPACITY), (RoCo(tokens=40),), retained_rows, evicts=True),
     Row(
