@@ -115,7 +115,7 @@ def _again_item(config: ModelConfig, needs: Needs, size: int) -> tuple[Item, ...
         return ()
     # room for a step, and a step's rows, as in every bank of that kind
     rows = len(config.keeping_layers) * (needs.again + 3)
-    note = f"{needs.again} rows of a pass at a prompt's end, which takes about the prompt's time"
+    note = f"{needs.again} rows of a pass at a prompt's end, at least its time again"
     return (("repeating", rows * config.kv_bytes(size), note),)
 
 

@@ -114,15 +114,20 @@ def column_sums(
     return sums
 
 
-def column_maxima(q: torch.Tensor, k: torch.Tensor, first: int, scale: float) -> torch.Tensor:
-    """Take the largest weight of every row over the queries: KVzip's score of a pass.
+def column_maxima(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Take the largest weight of every row over the queries of a group: KVzip's score.
 
-    q [C, H, D] at the end of k [Hkv, T, D]: query j sees rows < first + j + 1. Returns float32
-    [Hkv, G, T]; 0 where no query sees the row.
+    Every query of q [C, H, D] sees all of k [Hkv, T, D]; lse float32 [C, H]: log-sum-exp of its
+    logits, over these rows and others. Returns float32 [Hkv, T].
     """
     kv_heads, total = k.shape[:2]
-    maxima = torch.zeros(kv_heads, q.shape[1] // kv_heads, total, device=q.device)
-    for _, rows, weights in weight_tiles(q, k, first, scale):
-        mine = maxima[:, :, rows]
-        torch.maximum(mine, weights.amax(2), out=mine)
-    return maxima
+    largest = torch.full((kv_heads, total), float("-inf"), device=q.device)
+    lse = lse.view(len(q), kv_heads, -1).permute(1, 2, 0).unsqueeze(-1)
+    for queries, parts in tiles(q, k, total):
+        for rows in parts:
+            logits = tile_logits(q, k, queries, rows, total, scale).sub_(lse[:, :, queries])
+            mine = largest[:, rows]
+            torch.maximum(mine, logits.amax((1, 2)), out=mine)
+    return largest.exp_()

@@ -21,7 +21,7 @@ from engine.bank.base import Bank, Step
 from engine.base.checks import integer, one_of
 from engine.base.errors import SettingError
 from engine.methods.base import Encode, Pass, Runtime, Setup
-from engine.methods.evict.shared.repetition import Repetition
+from engine.methods.evict.shared.repetition import Repeating, Repetition
 from engine.methods.evict.shared.runtime import Chooser, EvictingRuntime, everything
 from engine.methods.evict.shared.settings import Evicting
 from engine.methods.evict.shared.shares import counts_of_best
@@ -112,12 +112,14 @@ class KVzipRuntime(EvictingRuntime):
         if first >= length:
             return []
         found, size = [], self.method.chunk
-        self.found = Repetition(self, bank, first, length, self.method.sink)
+        layers, device = self.plan.num_layers, self.setup.device
+        self.found = Repetition(layers, self.heads, first, length, device)
         for at in range(first, length, size):
             whole = at == first and not held
             request = encode(FIRST) if whole else [*encode(LATER), *ids[max(0, at - LAST) : at]]
             stop = min(length, at + size)
-            found.append(Pass([*request, *ids[at:stop]], self.found.of(at, stop)))
+            one = Repeating(self, bank, self.found, self.method.sink, at, stop)
+            found.append(Pass([*request, *ids[at:stop]], one))
         return found
 
     def passes_flops(self, flops: PrefillFlops, begin: int, stop: int) -> tuple[float, float]:
