@@ -19,6 +19,7 @@ _HOMES = {
     "A2SF": "engine.methods.evict.a2sf",
     "AdaPyramid": "engine.methods.evict.ada_snapkv",
     "AdaSnapKV": "engine.methods.evict.ada_snapkv",
+    "Duo": "engine.methods.evict.duo",
     "ExpectedAttention": "engine.methods.evict.expected_attention",
     "H2O": "engine.methods.evict.h2o",
     "H2OPlus": "engine.methods.evict.h2o_plus",

@@ -6,6 +6,7 @@ from engine.llm import LLM as LLM
 from engine.methods.evict.a2sf import A2SF as A2SF
 from engine.methods.evict.ada_snapkv import AdaPyramid as AdaPyramid
 from engine.methods.evict.ada_snapkv import AdaSnapKV as AdaSnapKV
+from engine.methods.evict.duo import Duo as Duo
 from engine.methods.evict.expected_attention import ExpectedAttention as ExpectedAttention
 from engine.methods.evict.h2o import H2O as H2O
 from engine.methods.evict.h2o_plus import H2OPlus as H2OPlus

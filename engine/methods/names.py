@@ -7,6 +7,7 @@ NAMES = (
     "ada_pyramid",
     "ada_snapkv",
     "brutal_offload",
+    "duo",
     "expected_attention",
     "full",
     "h2o",

