@@ -134,10 +134,10 @@ def test_every_method_of_the_engine_can_be_compared():
     made = {
         type(REGISTRY[name].build(Facts(None, 1024, (2,)), 0.3))
         for name in REGISTRY
-        if name != "pod_untrained"
+        if name not in ("pod_untrained", "duo")  # of a model's own files
     }
     known = {name: cls for name, cls in methods().items() if cls.__module__.startswith("engine.")}
-    assert {name for name, cls in known.items() if cls not in made} <= {"pod_untrained"}
+    assert {name for name, cls in known.items() if cls not in made} <= {"pod_untrained", "duo"}
 
 
 # ---------------------------------------------------------------- statistics

@@ -95,6 +95,8 @@ def _fill(
         return Full()
     names = {field.name for field in dataclasses.fields(cls)}
     offered = dict(filter_layers=filter_layers, tokens=tokens, dense_below=dense_below)
+    if "gates" in names:  # heads have no budget of their own there
+        del offered["tokens"]
     try:
         return cls(**{name: value for name, value in offered.items() if name in names})
     except SettingError as error:

@@ -7,11 +7,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from engine import LLM
-from engine.base.errors import BadCheckpoint
+from engine.base.errors import BadCheckpoint, SettingError
 from engine.methods.base import Method
+from engine.methods.evict.duo import Duo
 from engine.methods.evict.h2o_plus import H2OPlus
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.select.infllm import InfLLM
@@ -251,3 +253,25 @@ def pod(facts: Facts, share: float) -> PodUntrained | str:
     except BadCheckpoint as error:
         return str(error)
     return PodUntrained(blocks, recent=max(1, round(share * facts.capacity) - PodUntrained.first))
+
+
+def duo(facts: Facts, part: float) -> Duo | str:
+    """Build DuoAttention with the most retrieval heads whose K and V, those of streaming heads
+    included, are at most `part` of full attention's. Without gates: how to make them.
+    """
+    try:
+        method = Duo(gates=Path(facts.llm.folder) / "duo.json")
+        _, layers = facts.llm.resolve_method(method)
+    except SettingError as error:
+        return str(error)
+    heads = layers.num_layers * facts.llm.config.num_kv_heads
+
+    def resident(count: int) -> float:
+        return device_share(facts.llm, replace(method, share=count / heads), facts.capacity)
+
+    least = resident(0)
+    if least > part:
+        return (
+            f"its streaming heads alone, {method.sinks} + {method.recent} tokens, take {least:.1%}"
+        )
+    return replace(method, share=largest(0, heads, lambda n: resident(n) <= part) / heads)

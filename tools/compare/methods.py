@@ -43,6 +43,7 @@ from tools.banks.registry import shown
 from tools.compare.build import (
     Entry,
     Facts,
+    duo,
     evicting,
     evicting_while_reading,
     infllm,
@@ -201,6 +202,14 @@ REGISTRY: dict[str, Entry] = {
     "kvzip": evicting("KVzip, chosen by repeating the context", KVzip),
     "rkv": evicting("R-KV, attention less redundancy, in answers too", RKV),
     "vase": evicting("VaSE, large values and a draw by attention, in answers too", VaSE),
+    "duo": Entry(
+        "DuoAttention, whole heads and streaming ones; gates from duo.json "
+        "(tools.studies.duo_gates)",
+        duo,
+        duo,
+        reads="own",
+        evicts=True,
+    ),
     EVICTION_CONTROL: evicting(
         "control: evicts by chance, in prompt and answer", RandomEvictionAll, "controls"
     ),

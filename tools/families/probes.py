@@ -107,6 +107,10 @@ def _method(
     ids: Sequence[int],
 ) -> Callable[[], object]:
     settings = dict(SETTINGS.get(name, {"tokens": EVERYTHING}))
+    if name == "duo":  # every head sees everything
+        config = llm.config
+        gates = ((1.0,) * config.num_kv_heads,) * config.num_layers
+        settings = {"gates": gates, "share": 1.0}
     if name.startswith("omnikv"):
         settings = {"filter_layers": (first,), **CHOOSING, **settings}
     if name in SPARSE:

@@ -5,9 +5,9 @@ per K/V head is learned by distillation (tools/studies/duo_gates.py), or read fr
 the authors publish (engine/methods/evict/duo_gates.py). Heads of the highest gates are retrieval
 heads and see everything; a streaming head's query sees the first `sinks` tokens, the `recent` ones
 before it and itself, in prompts too. Tokens keep their true positions. Defaults: the code's 64
-sinks, 256 recent tokens, and half of the heads kept whole. Differs: the code lets the queries of a
-prompt's chunk see all of it, here the window is exact, so that chunks change no answer; of equal
-gates those of earlier layers and heads are the higher, where the code draws.
+sinks, 256 recent tokens, and half of the heads kept whole. Differs: in the code the queries of a
+prompt's chunk see all of it in every head; here the window is exact, so that chunks change no
+answer. Of equal gates those of earlier layers and heads are the higher, where the code draws.
 """
 
 from __future__ import annotations
