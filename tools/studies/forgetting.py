@@ -22,6 +22,7 @@ import torch
 
 from engine import LLM
 from engine.base.errors import SettingError
+from engine.methods.base import Method
 from engine.methods.evict.shared.settings import Evicting
 from engine.methods.registry import make, methods
 from engine.model.tensors import random_stream
@@ -63,12 +64,21 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def method_of(name: str, shape: str, **settings: Any) -> Method:
+    """A method, with gates for a model of this shape where it needs some: every second head's."""
+    if name == "duo":
+        config = shape_config(shape)
+        row = tuple(float(head % 2) for head in range(config.num_kv_heads))
+        settings["gates"] = (row,) * config.num_layers
+    return make(name, settings)
+
+
 def opened(args: argparse.Namespace, shape: str, tokens: int) -> LLM:
     """Random weights of a shape under the method of this process."""
     return LLM.from_stream(
         shape_config(shape),
         partial(random_stream, seed=0),
-        method=make(args.one, {"forget": True}),
+        method=method_of(args.one, shape, forget=True),
         device="cpu",
         dtype=args.dtype,
         threads=args.threads,
@@ -86,7 +96,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     before = resident("VmRSS")
     forget_peak()
     llm = opened(args, args.shape, args.tokens)
-    plan, beside = llm.plan(), llm.plan(method=make(args.one, {}))
+    plan, beside = llm.plan(), llm.plan(method=method_of(args.one, args.shape))
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(llm.config.vocab_size, (args.tokens,), generator=generator).tolist()
     with llm.session() as session:
