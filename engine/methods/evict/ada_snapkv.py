@@ -32,6 +32,7 @@ class AdaSnapKV(SnapKV):
     """alpha: weight of the adaptive budgets, in [0, 1]."""
 
     full_prompts = True
+    ragged = True
 
     alpha: float = 0.5
 

@@ -12,7 +12,7 @@ answer. Of equal gates those of earlier layers and heads are the higher, where t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from math import ceil, floor
@@ -39,6 +39,7 @@ from engine.methods.evict.shared.settings import Evicting, answer_tokens
 from engine.methods.evict.shared.store import ROOM, Part, Rows, Sequence, reserved, row_bytes
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
+from engine.plan.needs import Needs
 from kernels.rows.forms import floats, key_floats
 from kernels.select.column_sums import tile_floats
 
@@ -129,6 +130,10 @@ class Duo(Evicting):
             many, few = self.heads_of(layer)
             found.append(ceil((many * length + few * small) / (many + few)))
         return found
+
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        """Gates are of every layer."""
+        return replace(super().needs(plan, config, capacity, itemsize), sliding=False)
 
     def budget(self, plan: LayerPlan, length: int) -> int:
         budgets = self.budgets(plan, length)

@@ -77,7 +77,8 @@ class KVzip(Evicting):
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         needs = super().needs(plan, config, capacity, itemsize)
         # every pass reads all that is held
-        return replace(needs, offload=(), again=min(capacity, self.chunk) + REQUEST)
+        again = min(capacity, self.chunk) + REQUEST
+        return replace(needs, offload=(), again=again, sliding=False)
 
     def store_bytes(
         self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from engine.methods.base import Setup
+from engine.methods.evict.shared.settings import Evicting
 from engine.methods.evict.shared.store import Rows, reserved
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
@@ -23,18 +24,16 @@ TABLES = 3  # int64 numbers of a head
 
 
 def table_bytes(plan: LayerPlan, config: ModelConfig) -> int:
-    """Bytes of the tables of all layers; a single head needs none."""
+    """Bytes of the tables of all layers that evict; a single head needs none."""
     many = config.num_kv_heads > 1
-    return 8 * TABLES * plan.num_layers * config.num_kv_heads if many else 0
+    return 8 * TABLES * len(plan.partial_layers) * config.num_kv_heads if many else 0
 
 
-def joined(parts: list[Rows], most: int | None) -> list[Rows]:
-    """A layer's store of these parts, of at most `most` rows each (None: no limit): a Ragged of
-    copies where heads are parts of their own, without scores, and generated tokens stay; else the
-    parts.
+def joined(method: Evicting, parts: list[Rows]) -> list[Rows]:
+    """A layer's store of these parts: a Ragged of copies where the method's heads are parts of
+    their own, of which every generated token stays; else the parts.
     """
-    alone = all(len(rows.positions) == 1 and rows.scores is None for rows in parts)
-    return Ragged(parts) if len(parts) > 1 and alone and most is None else parts
+    return Ragged(parts) if method.ragged and len(parts) > 1 else parts
 
 
 def copied(parts: list[Rows]) -> list[Rows]:

@@ -296,7 +296,7 @@ class EvictingRuntime(Runtime):
         else:
             chosen = choose(sequence, layer, parts, step)
         most = self.method.max_rows(sequence.budgets[layer])
-        return joined([Rows.gather(part, index, most) for part, index in chosen], most)
+        return joined(self.method, [Rows.gather(part, index, most) for part, index in chosen])
 
     # ---------------------------------------------------------------- a step
 
@@ -413,7 +413,7 @@ class EvictingRuntime(Runtime):
                 most = self.method.max_rows(budgets[layer])
                 kv = partial(self._bank_rows, layer)
                 rebuilt = [Rows.rebuild(part, kv, most) for part in parts]
-                found.layers.append(joined(rebuilt, most))
+                found.layers.append(joined(self.method, rebuilt))
         self.sequences[0], self.pending = found, {}
         self.reading, self.total = reading, total
 

@@ -37,6 +37,8 @@ class Evicting(Method):
     forget: bool = False
 
     named = False
+    # whether heads of different counts lie in one run (engine/methods/evict/shared/ragged.py)
+    ragged = False
     scored = False  # whether the store keeps float32 scores with every token (`scores_of`)
     # when a first prompt is cut: at its end, or after the "first_step" of the answer
     cut = "prefill"
