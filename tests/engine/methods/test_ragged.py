@@ -47,7 +47,7 @@ def test_a_step_is_one_that_attends_head_by_head_to_the_bit(method, backend, ban
     layers = session.runtime.sequences[0].layers
     assert all(isinstance(parts, Ragged) for parts in layers)
     assert any(len({rows.held for rows in parts}) > 1 for parts in layers)
-    monkeypatch.setattr(runtime, "joined", lambda parts, most: parts)
+    monkeypatch.setattr(runtime, "joined", lambda method, parts: parts)
     expected, apart = played(llm, method)
     assert not any(isinstance(parts, Ragged) for parts in apart.runtime.sequences[0].layers)
     assert torch.equal(found, expected)
@@ -89,7 +89,7 @@ def parts_of(counts, dim=8):
 
 @pytest.mark.parametrize("counts", [[0, 1], [16, 1, 17], [5, 5, 5, 5], [101, 0, 31]])
 def test_rows_are_put_behind_each_heads_others(counts):
-    parts = joined(parts_of(counts), None)
+    parts = joined(AdaSnapKV(), parts_of(counts))
     for step in range(2 * ROOM + 1):
         new = torch.arange(len(counts))[:, None] * 1000.0 + 500 + step + torch.zeros(8)
         parts.put(new, -new, 900 + step)
@@ -111,7 +111,7 @@ def test_rows_are_put_behind_each_heads_others(counts):
 
 
 def test_a_copy_shares_nothing():
-    parts = joined(parts_of([3, 9]), None)
+    parts = joined(AdaSnapKV(), parts_of([3, 9]))
     other = copied(parts)
     new = torch.ones(2, 8)
     other.put(new, new, 7)
@@ -124,13 +124,6 @@ def test_a_copy_shares_nothing():
 
 
 def test_parts_that_hold_what_a_run_does_not_stay_apart():
-    """Scores, a store of fixed size, or one head alone."""
-    scored = parts_of([3, 4])
-    for rows in scored:
-        rows.scores = rows.k[:, None, :, 0]
-    for parts, most in (
-        (parts_of([3, 4]), 5),
-        (parts_of([3]), None),
-        (scored, None),
-    ):
-        assert joined(parts, most) is parts
+    """Under a method that drops tokens of answers, or one head alone."""
+    for method, parts in ((Duo(), parts_of([3, 4])), (AdaSnapKV(), parts_of([3]))):
+        assert joined(method, parts) is parts

@@ -125,7 +125,7 @@ def test_rows_and_logits_are_the_simulations(name, heads, backend, forget):
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(row.neutral, id=name) for name, row, _ in every(lambda row: row.evicts)]
+    "method", [pytest.param(row.neutral, id=name) for name, row, _ in every(slides)]
 )
 def test_a_budget_that_holds_everything_is_full_attention(llm, method):
     ids = random_ids(300)
@@ -156,7 +156,7 @@ def planned(plan, *names):
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(method, id=name) for name, _, method in every(lambda row: row.evicts)]
+    "method", [pytest.param(method, id=name) for name, _, method in every(slides)]
 )
 def test_a_session_that_forgets_answers_as_with_a_bank(llm, method):
     ids = random_ids(402, seed=5)
