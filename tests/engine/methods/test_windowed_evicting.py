@@ -17,6 +17,7 @@ from engine import LLM, Full
 from engine.base.errors import SettingError
 from engine.methods.evict.h2o import H2O
 from engine.methods.evict.h2o_plus import H2OPlus
+from engine.methods.evict.lm_infinite import LMInfinite
 from engine.methods.evict.snapkv import SnapKV
 from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.model.tensors import random_stream
@@ -32,6 +33,7 @@ from tests.engine.methods.windowed_simulation import NewWindowedConversation, Wi
 
 WINDOW, CHUNK = 24, 37
 SLIDES = (0, WINDOW, WINDOW, 0)  # first and last see everything
+FAR = 1e6  # base of their rope in the simulations
 KINDS = (
     SnapKV(tokens=40, window=8),
     H2O(tokens=40),
@@ -50,6 +52,12 @@ def sliding_config(windows=SLIDES, **changes):
         layer_types=["sliding_attention" if w else "full_attention" for w in windows],
     )
     return tiny_config(len(windows), **given | changes)
+
+
+def two_ropes(config):
+    """The model with a rope of another base where it sees everything, as Gemma 3 has."""
+    far = replace(config.rope, theta=FAR)
+    return replace(config, layer_ropes=tuple(config.rope if w else far for w in config.windows))
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +111,12 @@ def test_rows_and_logits_are_the_simulations(name, heads, backend, forget):
     """Two turns: groups of 1, 4 and 8 query heads, and a window that both turns outgrow."""
     newer = name in NEWER
     method, rule = (RULES if newer else METHODS)[name]
-    config = sliding_config(heads=heads[0], kv_heads=heads[1])
+    config = two_ropes(sliding_config(heads=heads[0], kv_heads=heads[1]))
     weights = tiny_weights(config, seed=sum(heads))
     llm = tiny_llm(Full(), config, weights, max_context=256, backend=backend, chunk=CHUNK)
-    model = Model(Shape(len(SLIDES), *heads, 64 // heads[0], 1e-5), weights)
-    oracle = (NewWindowedConversation if newer else WindowedConversation)(model, rule, SLIDES)
+    model = Model(Shape(len(SLIDES), *heads, 64 // heads[0], 1e-5, FAR), weights)
+    kind = NewWindowedConversation if newer else WindowedConversation
+    oracle = kind(model, rule, SLIDES, config.rope.theta)
     with llm.session(replace(method, forget=bool(forget))) as session:
         # each token once: values of one token are alike to float32, and only then a tie
         each = random.Random(1).sample(range(VOCAB), VOCAB)
@@ -347,6 +356,18 @@ def test_a_model_that_slides_in_every_layer_has_nothing_to_evict():
     line = "snapkv: evicts in layers that see every token, found none: every layer of this model"
     with pytest.raises(SettingError, match=line):
         llm.session(SnapKV())
+
+
+def test_distances_are_not_clipped_where_layers_that_evict_have_different_ropes():
+    config = sliding_config()
+    far = replace(config.rope, theta=FAR)
+    config = replace(config, layer_ropes=(config.rope, far, far, far))
+    llm = tiny_llm(Full(), config, tiny_weights(config), max_context=CAPACITY)
+    for method in (StreamingLLM(), LMInfinite()):
+        with pytest.raises(SettingError, match="clips distances, found layers with different rop"):
+            llm.session(method)
+    with llm.session(SnapKV()) as session:
+        assert session.plan.count(Role.RETAINED) == 2
 
 
 def test_streams_are_for_models_without_windows():

@@ -4,21 +4,29 @@ A rule's masks act in the layers that see every token. A layer that slides sees 
 its window, whatever the rule: it drops nothing and scores nothing.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from tests.engine.methods.evicting_simulation import Conversation
 from tests.engine.methods.newer_simulation import NewConversation
+from tests.engine.methods.official_simulation import Model
 
 
 class Sliding:
-    """Before a Conversation's class: its layers with a window in `windows` (0: none) slide."""
+    """Before a Conversation's class: layers with a window in `windows` (0: none) slide.
 
-    windows = ()
+    theta: base of the rope of those.
+    """
+
+    def __init__(self, model, rule, windows, theta):
+        self.windows, self.local = windows, Model(replace(model.shape, theta=theta), {})
+        super().__init__(model, rule)
 
     def _logits(self, layer, q, at):
         if not self.windows[layer]:
             return super()._logits(layer, q, at)
-        model, keys = self.model, np.repeat(self.keys[layer], self.group, axis=1)
+        model, keys = self.local, np.repeat(self.keys[layer], self.group, axis=1)
         there = np.arange(len(keys))
         ages = at[:, None] - there
         found = model.rotate(q, at).transpose(1, 0, 2) @ model.rotate(keys, there).transpose(
@@ -45,17 +53,9 @@ class Sliding:
 class WindowedConversation(Sliding, Conversation):
     """A Conversation with a model some of whose layers slide."""
 
-    def __init__(self, model, rule, windows):
-        self.windows = windows
-        super().__init__(model, rule)
-
 
 class NewWindowedConversation(Sliding, NewConversation):
     """A NewConversation with such a model."""
-
-    def __init__(self, model, rule, windows):
-        self.windows = windows
-        super().__init__(model, rule)
 
     def _cut(self, layer, budget):
         if not self.windows[layer]:

@@ -21,7 +21,7 @@ from engine.methods.base import Method, Runtime, Setup
 from engine.methods.evict.shared.runtime import EvictingRuntime
 from engine.methods.evict.shared.settings import Evicting
 from engine.methods.evict.shared.store import Part, Rows, Sequence
-from engine.methods.evict.shared.windows import spread
+from engine.methods.evict.shared.windows import seeing_alone, spread
 from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary
 from engine.plan.layers import LayerPlan
@@ -93,12 +93,13 @@ class Windowed(Evicting):
         )
 
     def plan(self, config: ModelConfig) -> LayerPlan:
-        if self.clips and config.rope.kind == "dynamic":
+        seeing = seeing_alone(config)
+        if self.clips and (seeing or config).rope.kind == "dynamic":
             raise SettingError(
                 f"{self.name}: clips distances, which this model's dynamic rope does not allow; "
                 "use another method"
             )
-        if self.clips and config.layer_ropes:
+        if self.clips and seeing is None:
             raise SettingError(
                 f"{self.name}: clips distances, found layers with different ropes "
                 f"({config.family}); use another method"
@@ -137,7 +138,8 @@ class WindowedRuntime(EvictingRuntime):
 
     def __init__(self, method: Windowed, setup: Setup):
         super().__init__(method, setup)
-        self.rotary = Rotary(setup.config, setup.device)
+        # a method that clips needs all layers that evict to have one rope
+        self.rotary = Rotary(seeing_alone(setup.config) or setup.config, setup.device)
 
     def sizes(self, length: float) -> tuple[int, int]:
         """(sinks, window) after a prompt of `length` tokens; infinite while it goes on, which a

@@ -9,6 +9,7 @@ place.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from engine.base.errors import SettingError
@@ -39,6 +40,17 @@ def spread(plan: LayerPlan, values: Sequence[T], other: T) -> list[T]:
     for layer, value in zip(plan.partial_layers, values, strict=True):
         found[layer] = value
     return found
+
+
+def seeing_alone(config: ModelConfig) -> ModelConfig | None:
+    """Return a configuration whose rope is the one that all layers which see every token have; None
+    where they have different ones.
+    """
+    ropes = {config.layer_ropes[layer] for layer in config.seeing_layers if config.layer_ropes}
+    if len(ropes) > 1:
+        return None
+    rope = ropes.pop() if ropes else config.rope
+    return replace(config, rope=rope, layer_ropes=(), windows=(), local_heads=None)
 
 
 def window_positions(config: ModelConfig, layer: int, length: int) -> list[list[int]]:
