@@ -115,20 +115,23 @@ def decode_logged(
     scale: float,
     scratch: Scratch | None = None,
     backend: str = "auto",
+    softmax: Softmax = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend with one query to all rows, and leave the logits of every head, for methods that sum
     attention: K is read once.
 
     q [1, 1, H, D]; k, v [Hkv, T, D], last dim contiguous, floats or packed; scale: 1/sqrt(D).
-    Returns (out [1, 1, H, D] in q.dtype, the scaled logits float32 [Hkv, G, 1, T], or None from a
-    kernel that leaves none). Mutates scratch. Raises what `decode_dense` does.
+    softmax: as in `decode_dense`. Returns (out [1, 1, H, D] in q.dtype, the scaled and capped
+    logits float32 [Hkv, G, 1, T], or None from a kernel that leaves none). Mutates scratch. Raises
+    what `decode_dense` does.
     """
     rows = k[None], v[None]
     if choose(backend, q, lambda: attends(*rows, q.shape[3])) != "native":
         lengths = torch.full((1,), k.shape[1], dtype=torch.int32, device=q.device)
-        return decode_dense(q, *rows, lengths, scale, scratch=scratch, backend=backend), None
+        given = dict(scratch=scratch, backend=backend, softmax=softmax)
+        return decode_dense(q, *rows, lengths, scale, **given), None
     logits = torch.empty(q.shape[2] * k.shape[1])
-    out, _ = attend(q[0], k, v, scale, logits=logits, narrow=True)
+    out, _ = attend(q[0], k, v, scale, logits=logits, narrow=True, softmax=softmax)
     return out[None], logits.view(len(k), -1, 1, k.shape[1])
 
 

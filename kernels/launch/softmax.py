@@ -58,6 +58,19 @@ class Softmax:
         sinks = self.sinks.unsqueeze(-1).expand(*logits.shape[:-1], 1)
         return torch.softmax(torch.cat([logits, sinks], dim=-1), dim=-1)[..., :-1]
 
+    def grouped(self, logits: torch.Tensor) -> torch.Tensor:
+        """As `weights`, of logits [Hkv, G, Q, n]."""
+        if self.sinks is None:
+            return logits.softmax(-1)
+        lse = self.joined(logits.logsumexp(-1, keepdim=True))
+        return (logits - lse).exp()
+
+    def joined(self, lse: torch.Tensor) -> torch.Tensor:
+        """Let the sinks join log-sum-exps [Hkv, G, Q, 1] float32."""
+        if self.sinks is None:
+            return lse
+        return torch.logaddexp(lse, self.sinks.view(*lse.shape[:2], 1, 1))
+
 
 PLAIN = Softmax()
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kernels.attention.cpu import in_float32
+from kernels.launch.softmax import PLAIN, Softmax
 
 Change = Callable[[torch.Tensor, slice, slice], torch.Tensor]  # (tile, queries, rows) -> tile
 
@@ -44,15 +45,21 @@ def tiles(q: torch.Tensor, k: torch.Tensor, first: int) -> Iterator[tuple[slice,
 
 
 def tile_logits(
-    q: torch.Tensor, k: torch.Tensor, queries: slice, rows: slice, first: int, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    queries: slice,
+    rows: slice,
+    first: int,
+    scale: float,
+    softmax: Softmax = PLAIN,
 ) -> torch.Tensor:
-    """Compute the scaled logits of one tile: float32 [Hkv, G, queries, rows], -inf where a query
-    does not see a row.
+    """Compute the scaled and capped logits of one tile: float32 [Hkv, G, queries, rows], -inf where
+    a query does not see a row.
     """
     kv_heads, dim = len(k), q.shape[-1]
     part = q[queries].float().view(-1, kv_heads, q.shape[1] // kv_heads, dim).permute(1, 2, 0, 3)
     logits = torch.matmul(part.flatten(1, 2), in_float32(k[:, rows]).transpose(1, 2)) * scale
-    logits = logits.view(*part.shape[:3], -1)
+    logits = softmax.capped(logits).view(*part.shape[:3], -1)
     if rows.stop > first + queries.start + 1:
         seen = torch.arange(queries.start, queries.stop, device=q.device) + first
         logits.masked_fill_(
@@ -62,27 +69,34 @@ def tile_logits(
 
 
 def weight_tiles(
-    q: torch.Tensor, k: torch.Tensor, first: int, scale: float, change: Change | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    first: int,
+    scale: float,
+    change: Change | None = None,
+    softmax: Softmax = PLAIN,
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Yield the softmax weights of q [C, H, D] over the rows of k [Hkv, T, D], tile by tile.
 
     Query j sees rows < first + j + 1. Yields (queries, rows, weights float32
     [Hkv, G, queries, rows]). change(logits, queries, rows) replaces the logits before the softmax
     (Keyformer's noise and temperature). If queries see more rows than a tile holds, K is read twice
-    and `change` is called twice for every tile.
+    and `change` is called twice for every tile. softmax: a cap on logits, before `change`, and
+    sinks, which take their part of every query's weight.
     """
 
     def logits_of(queries: slice, rows: slice) -> torch.Tensor:
-        logits = tile_logits(q, k, queries, rows, first, scale)
+        logits = tile_logits(q, k, queries, rows, first, scale, softmax)
         return logits if change is None else change(logits, queries, rows)
 
     for queries, parts in tiles(q, k, first):
         if len(parts) == 1:
-            yield queries, parts[0], logits_of(queries, parts[0]).softmax(-1)
+            yield queries, parts[0], softmax.grouped(logits_of(queries, parts[0]))
             continue
         lse = torch.logsumexp(
             torch.stack([torch.logsumexp(logits_of(queries, rows), -1) for rows in parts]), 0
         ).unsqueeze(-1)
+        lse = softmax.joined(lse)
         for rows in parts:
             yield queries, rows, logits_of(queries, rows).sub_(lse).exp_()
 
@@ -95,21 +109,23 @@ def column_sums(
     each: Change | None = None,
     change: Change | None = None,
     logits: torch.Tensor | None = None,
+    softmax: Softmax = PLAIN,
 ) -> torch.Tensor:
     """Sum over the queries their weights on every row: H2O's score (its section 3.2) for a chunk.
 
     q [C, H, D] at the end of k [Hkv, T, D]: query j sees rows < first + j + 1. each(weights,
-    queries, rows) replaces the weights before they are summed; change as in `weight_tiles`. logits:
-    of one query, which attention has left (kernels.attention.dense.py); K is not read then.
+    queries, rows) replaces the weights before they are summed; change and softmax as in
+    `weight_tiles`. logits: of one query, capped already, which attention has left
+    (kernels.attention.dense.py); K is not read then.
     Returns float32 [Hkv, G, T].
     """
     if logits is not None:
         queries, rows = slice(0, 1), slice(0, k.shape[1])
-        weights = (logits if change is None else change(logits, queries, rows)).softmax(-1)
+        weights = softmax.grouped(logits if change is None else change(logits, queries, rows))
         return (weights if each is None else each(weights, queries, rows)).squeeze(2)
     kv_heads, total = k.shape[:2]
     sums = torch.zeros(kv_heads, q.shape[1] // kv_heads, total, device=q.device)
-    for queries, rows, weights in weight_tiles(q, k, first, scale, change):
+    for queries, rows, weights in weight_tiles(q, k, first, scale, change, softmax):
         sums[:, :, rows] += (weights if each is None else each(weights, queries, rows)).sum(2)
     return sums
 

@@ -64,6 +64,7 @@ class A2SFRuntime(AccumulatingRuntime):
         ages = torch.arange(len(q) - 1, -1, -1, device=q.device, dtype=torch.float32)
         weights = torch.pow(torch.tensor(float(self.method.forgetting), device=q.device), ages)
         return self.column_sums(
+            layer,
             q,
             k,
             first,

@@ -58,7 +58,9 @@ class ExpectedAttention(Evicting):
         return {"share": 0.5}
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
-        return replace(super().needs(plan, config, capacity, itemsize), every_query=True)
+        needs = super().needs(plan, config, capacity, itemsize)
+        # a Gaussian's expected weights have no closed form under a cap
+        return replace(needs, every_query=True, capped=False)
 
     def store_bytes(
         self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int

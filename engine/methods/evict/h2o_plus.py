@@ -128,8 +128,10 @@ class H2OPlusRuntime(AccumulatingRuntime):
             end = min(stop, self.start + ((at - self.start) // self.segment + 1) * self.segment)
             k, v = self._live(layer, progress, end)
             first, part = k.shape[1] - (end - at), q[:, at - start : end - start]
-            out.append(self.attend_rows(layer, part, k, v, first, at))
-            newest = self.attend_rows(layer, part[:, -1:], k, v, k.shape[1] - 1, end - 1)
+            softmax = self.softmax[layer]
+            out.append(self.attend_rows(layer, part, k, v, first, at, softmax))
+            last = k.shape[1] - 1, end - 1, softmax
+            newest = self.attend_rows(layer, part[:, -1:], k, v, *last)
             new = self.added(0, layer, 0, part[0], k, first, at)
             if progress.scores is not None:
                 new[:, :, : progress.scores.shape[2]] += progress.scores

@@ -78,7 +78,7 @@ class KeyformerRuntime(AccumulatingRuntime):
         step = 0 if self.reading else sequence.length + 1 - sequence.prompt
         tau = method.tau_init + step * method.tau_delta
         if not method.noise and tau == 1.0:
-            return self.column_sums(q, k, first)
+            return self.column_sums(layer, q, k, first)
         positions = self.key_positions(sequence, layer, number, k)
         heads = torch.arange(q.shape[1], device=q.device).view(k.shape[0], -1)
 
@@ -89,7 +89,7 @@ class KeyformerRuntime(AccumulatingRuntime):
                 logits = logits + gumbel(method.seed, layer, heads, at, positions[:, rows])
             return logits / tau
 
-        return self.column_sums(q, k, first, change=change)
+        return self.column_sums(layer, q, k, first, change=change, tau=tau)
 
     def key_positions(
         self, sequence: Sequence, layer: int, number: int, k: torch.Tensor

@@ -24,6 +24,7 @@ from engine.methods.base import Runtime, Setup
 from engine.methods.evict.shared.periodic import Periodic, PeriodicRuntime
 from engine.methods.evict.shared.store import Part, Sequence
 from engine.methods.evict.snapkv import SnapKV, SnapRuntime
+from kernels.launch.softmax import Softmax
 from kernels.rows.forms import key_floats
 from kernels.select.column_sums import column_sums, tile_floats
 
@@ -76,7 +77,8 @@ class RKVRuntime(SnapRuntime, PeriodicRuntime):
         if self.method.gqa_reduce == "max":
             assert step is not None, "R-KV cuts by its newest queries"
             q = self.newest_queries(sequence, layer, part.heads, window, step)
-            weights = candidate_weights(q, part.k, self.scale, together=True)[:, 0]
+            given = self.scale, self.softmax[layer].cap
+            weights = candidate_weights(q, part.k, *given, together=True)[:, 0]
             scores = functional.pad(self.pooled(weights), (0, window), value=float("inf"))
         else:
             scores = super().rank(sequence, layer, part, step)
@@ -86,12 +88,13 @@ class RKVRuntime(SnapRuntime, PeriodicRuntime):
 
 
 def candidate_weights(
-    q: torch.Tensor, k: torch.Tensor, scale: float, together: bool = False
+    q: torch.Tensor, k: torch.Tensor, scale: float, cap: float = 0.0, together: bool = False
 ) -> torch.Tensor:
     """Mean softmax weights float32 [h, G, C] that the newest queries q [W, G * h, D] give to the
     C = T - W tokens before them, of k [h, T, D]; those alone are in the softmax.
 
-    together: a group's query heads give one weight, that of their largest logit.
+    cap: on logits, 0: none. together: a group's query heads give one weight, that of their largest
+    logit.
     """
     first = k.shape[1] - len(q)
 
@@ -104,7 +107,8 @@ def candidate_weights(
 
     if first == 0:
         return q.new_zeros(len(k), q.shape[1] // len(k), 0, dtype=torch.float32)
-    return column_sums(q, k, first, scale, change=change)[:, :, :first] / len(q)
+    sums = column_sums(q, k, first, scale, change=change, softmax=Softmax(cap))
+    return sums[:, :, :first] / len(q)
 
 
 def redundancy(k: torch.Tensor, similar: float) -> torch.Tensor:

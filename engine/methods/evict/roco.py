@@ -69,7 +69,8 @@ class RoCoRuntime(AccumulatingRuntime):
     ) -> torch.Tensor:
         """Sums of the queries' weights and of their squares: [h, 2, T]."""
         sums = torch.zeros(len(k), 2, k.shape[1], device=q.device)
-        for _, rows, weights in weight_tiles(q, k, first, self.scale):
+        given = self.scale, None, self.softmax[layer]
+        for _, rows, weights in weight_tiles(q, k, first, *given):
             one = reduce_group(weights, self.method.gqa_reduce)
             sums[:, 0, rows] += one.sum(1)
             sums[:, 1, rows] += one.square().sum(1)

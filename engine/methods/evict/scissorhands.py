@@ -123,7 +123,7 @@ class ScissorhandsRuntime(AccumulatingRuntime):
         # queries at the front that do not count
         idle = int(min(len(q), max(0, late - start)))
         q, first = q[idle:], first + idle
-        return self.column_sums(q, k, first, each=below)
+        return self.column_sums(layer, q, k, first, each=below)
 
     def trim(self, rows: Rows, budget: int, sequence: Sequence, layer: int) -> Rows:
         """A full store drops many at once, and counts from zero."""

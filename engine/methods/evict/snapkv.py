@@ -82,7 +82,8 @@ class SnapRuntime(EvictingRuntime):
         assert step is not None, "SnapKV cuts at a prompt's end only"
         k, window = part.k, min(self.method.window, sequence.length)
         q = self.newest_queries(sequence, layer, part.heads, window, step)
-        sums = column_sums(q, k, k.shape[1] - window, self.scale)
+        softmax = self.softmax_of(layer, part.heads)
+        sums = column_sums(q, k, k.shape[1] - window, self.scale, softmax=softmax)
         scores = reduce_group(sums / window, self.method.gqa_reduce)[:, :-window]
         return functional.pad(self.pooled(scores), (0, window), value=float("inf"))
 

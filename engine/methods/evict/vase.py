@@ -74,7 +74,8 @@ class VaSERuntime(SnapRuntime, PeriodicRuntime):
         assert step is not None, "VaSE cuts by its newest queries"
         method, window = self.method, min(self.method.window, sequence.length)
         q = self.newest_queries(sequence, layer, part.heads, window, step)
-        weights = self.pooled(candidate_weights(q, part.k, self.scale))
+        given = self.scale, self.softmax[layer].cap
+        weights = self.pooled(candidate_weights(q, part.k, *given))
         scores = reduce_group(weights, method.gqa_reduce)
         # the largest of log(score) + Gumbel are a draw without replacement
         scores = functional.pad(scores.log(), (0, window), value=float("inf"))

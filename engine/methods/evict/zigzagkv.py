@@ -73,8 +73,9 @@ class ZigZagRuntime(SnapRuntime):
         window, needs = min(self.method.window, length), []
         for heads, k, _, _ in self.live(layer, step.bank, length):
             q = self.newest_queries(sequence, layer, heads, window, step)
-            sums = column_sums(q, k, k.shape[1] - window, self.scale).flatten(0, 1)
-            mass = sums.sort(-1, descending=True).values.double().cumsum(-1)
+            given = k.shape[1] - window, self.scale
+            sums = column_sums(q, k, *given, softmax=self.softmax_of(layer, heads))
+            mass = sums.flatten(0, 1).sort(-1, descending=True).values.double().cumsum(-1)
             needs.append((mass < self.method.mass * mass[:, -1:]).sum(-1) + 1)
         return torch.cat(needs).double().mean()
 

@@ -104,7 +104,7 @@ class Conversation:
                 [self.scores[layer], np.zeros((model.shape.heads, count))], 1
             )
             logits = self._logits(layer, q, at)
-            weights = softmax(logits)
+            weights = self._weights(layer, logits)
             self.scores[layer] = self.scores[layer] * self.rule.forgetting**count + self._added(
                 layer, logits, weights
             )
@@ -113,11 +113,16 @@ class Conversation:
             self.queries[layer] = np.concatenate([self.queries[layer], q])
         return model.head(x[-1])
 
+    def _weights(self, layer, logits, tau=1.0):
+        """Softmax of logits [H, C, T] over tau."""
+        return softmax(logits / tau)
+
     def _added(self, layer, logits, weights):
         """What the queries of a chunk add to the scores [H, T]."""
         count = weights.shape[1]
         if self.rule.name == "keyformer":
-            return softmax(logits / (1 + self.answered * self.rule.tau_delta)).sum(1)
+            tau = 1 + self.answered * self.rule.tau_delta
+            return self._weights(layer, logits, tau).sum(1)
         if self.rule.name == "scissorhands":
             late = np.arange(count)[:, None] >= count - self.rule.history
             if self.answered:
@@ -173,7 +178,8 @@ class Conversation:
         """
         window, n = self.rule.window, len(self.keys[layer])
         at = np.arange(max(0, n - window), n)
-        weights = softmax(self._logits(layer, self.queries[layer][at], at)).mean(1)
+        logits = self._logits(layer, self.queries[layer][at], at)
+        weights = self._weights(layer, logits).mean(1)
         found = []
         for h, alive in enumerate(self.alive[layer]):
             where = np.flatnonzero(alive[: n - window])

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.base.errors import SettingError
 from engine.methods.exact import Exact
 from engine.methods.full import Full
 from engine.methods.omnikv.method import OmniKV
@@ -133,5 +132,9 @@ def test_a_method_that_derives_from_another_knows_what_that_knows(method, same):
     with llm.session(method) as session, llm.session(plain) as other:
         assert torch.equal(played(session), played(other))
     assert llm.resolve_method(Exact(method))[0].method == method
-    with pytest.raises(SettingError, match="knorm: does not know the cap on attention scores"):
-        llm.session(KNorm(tokens=40))
+    with llm.session(KNorm(tokens=40)) as session:
+        ids = played(session)
+        assert torch.isfinite(ids).all()
+        read = session.runtime.rows_read(len(session))
+        local = config.local_layers
+        assert all((rows == 70) if i in local else rows < 70 for i, rows in enumerate(read))

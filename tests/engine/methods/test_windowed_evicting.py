@@ -109,14 +109,39 @@ NEWER = ("rkv", "vase", "random_eviction", "random_eviction_all", "roco", "expec
 @pytest.mark.parametrize("name", (*OLDER, *NEWER))
 def test_rows_and_logits_are_the_simulations(name, heads, backend, forget):
     """Two turns: groups of 1, 4 and 8 query heads, and a window that both turns outgrow."""
-    newer = name in NEWER
+    compare(name, sliding_config(heads=heads[0], kv_heads=heads[1]), backend, forget)
+
+
+@pytest.mark.parametrize("kind", ["cap", "sinks"])
+@pytest.mark.parametrize(
+    ("heads", "backend", "forget"), [(GROUPS[0], "auto", 1), (GROUPS[1], "reference", 0)]
+)
+@pytest.mark.parametrize(
+    "name", [name for name in (*OLDER, *NEWER, "keyformer", "a2sf") if name != "expected_attention"]
+)
+def test_a_cap_and_sinks_are_in_attention_and_in_scores(name, heads, backend, forget, kind):
+    """A cap on logits as Gemma 2 has, and the sinks of gpt-oss."""
+    config = sliding_config(heads=heads[0], kv_heads=heads[1])
+    given = dict(score_cap=3.0) if kind == "cap" else dict(sinks=True)
+    config = replace(config, block=replace(config.block, **given))
+    compare(name, config, backend, forget)
+
+
+def compare(name, config, backend, forget):
+    """Hold two turns of a session to the simulation of that name."""
+    newer, heads, block = name in NEWER, (config.num_heads, config.num_kv_heads), config.block
     method, rule = (RULES if newer else METHODS)[name]
-    config = two_ropes(sliding_config(heads=heads[0], kv_heads=heads[1]))
+    config = two_ropes(config)
     weights = tiny_weights(config, seed=sum(heads))
+    sinks = [10 * w for key, w in weights.items() if key.endswith("sinks")]
+    for number, one in enumerate(sinks):
+        weights[f"model.layers.{number}.self_attn.sinks"] = one
     llm = tiny_llm(Full(), config, weights, max_context=256, backend=backend, chunk=CHUNK)
     model = Model(Shape(len(SLIDES), *heads, 64 // heads[0], 1e-5, FAR), weights)
     kind = NewWindowedConversation if newer else WindowedConversation
-    oracle = kind(model, rule, SLIDES, config.rope.theta)
+    sinks = [one.double().numpy() for one in sinks]
+    assert len(sinks) == (len(SLIDES) if block.sinks else 0)
+    oracle = kind(model, rule, SLIDES, config.rope.theta, block.score_cap, sinks)
     with llm.session(replace(method, forget=bool(forget))) as session:
         # each token once: values of one token are alike to float32, and only then a tie
         each = random.Random(1).sample(range(VOCAB), VOCAB)

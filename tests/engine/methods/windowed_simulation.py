@@ -16,14 +16,28 @@ from tests.engine.methods.official_simulation import Model
 class Sliding:
     """Before a Conversation's class: layers with a window in `windows` (0: none) slide.
 
-    theta: base of the rope of those.
+    theta: base of the rope of those. cap: on the logits of all layers, 0: none. sinks: of each
+    layer [H], a logit that counts in a query's softmax and brings nothing; (): there are none.
     """
 
-    def __init__(self, model, rule, windows, theta):
+    def __init__(self, model, rule, windows, theta, cap=0.0, sinks=()):
+        self.cap, self.sinks = cap, sinks
         self.windows, self.local = windows, Model(replace(model.shape, theta=theta), {})
         super().__init__(model, rule)
 
     def _logits(self, layer, q, at):
+        found = self._windowed(layer, q, at)
+        if not self.cap:
+            return found
+        return np.where(np.isinf(found), found, self.cap * np.tanh(found / self.cap))
+
+    def _weights(self, layer, logits, tau=1.0):
+        if not len(self.sinks):
+            return super()._weights(layer, logits, tau)
+        sinks = np.broadcast_to(self.sinks[layer][:, None, None], (*logits.shape[:2], 1))
+        return super()._weights(layer, np.concatenate([logits, sinks], -1), tau)[..., :-1]
+
+    def _windowed(self, layer, q, at):
         if not self.windows[layer]:
             return super()._logits(layer, q, at)
         model, keys = self.local, np.repeat(self.keys[layer], self.group, axis=1)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import LLM, Full, OmniKV
 from engine.base.errors import SettingError
+from engine.methods.evict.shared.settings import Evicting
 from engine.methods.registry import methods
 from engine.methods.requirements import require_windows
 from engine.model.config.config import ModelConfig
@@ -26,6 +27,8 @@ MODEL = "model.safetensors"
 FULL = Full()
 KNOW = {"full", "quest", "tidaldecode", "brutal_offload"}  # and OmniKV's kin
 KNOW |= {f"omnikv{kin}" for kin in ("", "_one", "_newest", "_random", "_per_layer", "_unpacked")}
+KNOW |= {name for name, kind in methods().items() if issubclass(kind, Evicting)}
+KNOW -= {"expected_attention"}
 OMNI = OmniKV(filter_layers=(1,), tokens=512, tail=64, dense_below=0)
 
 

@@ -24,6 +24,7 @@ from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
 from kernels.attention.dense import decode_logged
+from kernels.launch.softmax import Softmax
 from kernels.select.column_sums import Change, column_sums
 from kernels.select.drop import RULES, reduce_group
 
@@ -115,9 +116,10 @@ class AccumulatingRuntime(EvictingRuntime):
         v: torch.Tensor,
         positions: torch.Tensor | None,
         at: int,
+        softmax: Softmax,
     ) -> torch.Tensor:
         """Leave the query's logits too, where the kernel does."""
-        given = self.scale, self.setup.scratch, self.setup.backend
+        given = self.scale, self.setup.scratch, self.setup.backend, softmax
         out, self.logits = decode_logged(q, k, v, *given)
         return out
 
@@ -173,16 +175,23 @@ class AccumulatingRuntime(EvictingRuntime):
 
     def column_sums(
         self,
+        layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
         first: int,
         each: Change | None = None,
         change: Change | None = None,
+        tau: float = 1.0,
     ) -> torch.Tensor:
-        """As kernels/select/column_sums.py; a step's of the logits that its attention has left."""
+        """As kernels/select/column_sums.py; a step's of the logits that its attention has left.
+        tau: what `change` divides logits by, and the layer's sinks are divided by.
+        """
+        softmax = self.softmax[layer]
+        if softmax.sinks is not None and tau != 1.0:
+            softmax = replace(softmax, sinks=softmax.sinks / tau)
         # of a query that counts; an interrupted step may have left its own behind
         logits = self.logits if len(q) and not self.reading else None
-        return column_sums(q, k, first, self.scale, each, change, logits)
+        return column_sums(q, k, first, self.scale, each, change, logits, softmax)
 
     def added(
         self,
@@ -197,7 +206,7 @@ class AccumulatingRuntime(EvictingRuntime):
         """Scores [h, G, T] that queries q [C, H', D] at positions from `start` on add to k [h, T,
         D]; query j sees rows < first + j + 1.
         """
-        return self.column_sums(q, k, first)
+        return self.column_sums(layer, q, k, first)
 
     def add_scores(self, b: int, sequence: Sequence, count: int) -> None:
         """Decay the scores and add what is pending."""

@@ -28,6 +28,7 @@ from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
 from kernels.attention.native import attend, attends
 from kernels.launch.dispatch import choose
+from kernels.launch.softmax import Softmax
 from kernels.prefill.dense import prefill_dense
 from kernels.rows.forms import floats, key_floats
 from kernels.select.column_sums import tile_floats
@@ -151,7 +152,14 @@ class WindowedRuntime(EvictingRuntime):
         return sinks, budget - sinks
 
     def attend_rows(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, start: int
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        first: int,
+        start: int,
+        softmax: Softmax,
     ) -> torch.Tensor:
         """Plain attention for queries that see true distances only, blocks of queries for the
         rest.
@@ -159,7 +167,7 @@ class WindowedRuntime(EvictingRuntime):
         sinks, window = self.sizes(self.total)
         count = min(q.shape[1], max(0, self.method.clip_from(sinks, window) - start))
         if count == q.shape[1]:
-            return super().attend_rows(layer, q, k, v, first, start)
+            return super().attend_rows(layer, q, k, v, first, start, softmax)
         # rows of the store, before those of this prompt
         kept = first - (start - self.sequences[0].since)
         positions = torch.arange(self.sequences[0].since, start + q.shape[1], device=q.device)
@@ -179,6 +187,7 @@ class WindowedRuntime(EvictingRuntime):
                     first,
                     self.scale,
                     backend=self.setup.backend,
+                    softmax=softmax,
                 )
             ]
             if count
@@ -189,7 +198,8 @@ class WindowedRuntime(EvictingRuntime):
             part = q[:, at : at + block]
             low = int(torch.searchsorted(positions, start + at - window, right=True))
             rows = slice(max(low, sinks), first + at + part.shape[1])
-            out.append(self.attend_window(part, k, v, positions, rows, start + at, sinks, window))
+            given = rows, start + at, sinks, window, softmax
+            out.append(self.attend_window(part, k, v, positions, *given))
         return torch.cat(out, 1)
 
     def attend_step(
@@ -201,19 +211,19 @@ class WindowedRuntime(EvictingRuntime):
         v: torch.Tensor,
         positions: torch.Tensor | None,
         at: int,
+        softmax: Softmax,
     ) -> torch.Tensor:
         """Plain attention while the query sees true distances only."""
         if positions is None:
-            return super().attend_step(sequence, layer, q, k, v, positions, at)
+            return super().attend_step(sequence, layer, q, k, v, positions, at, softmax)
         sinks = self.method.sinks(sequence.budgets[layer], sequence.prompt)
         window = sequence.budgets[layer] - sinks
         if at < self.method.clip_from(sinks, window):
-            return super().attend_step(sequence, layer, q, k, v, positions, at)
+            return super().attend_step(sequence, layer, q, k, v, positions, at, softmax)
         if choose(self.setup.backend, q, lambda: attends(k, v, q.shape[3])) == "native":
-            return self._attend_natively(q, k, v, positions[0], at, sinks, window)
-        return self.attend_window(
-            q, k, v, positions[0].long(), slice(sinks, k.shape[1]), at, sinks, window
-        )
+            return self._attend_natively(q, k, v, positions[0], at, sinks, window, softmax)
+        given = slice(sinks, k.shape[1]), at, sinks, window, softmax
+        return self.attend_window(q, k, v, positions[0].long(), *given)
 
     def _attend_natively(
         self,
@@ -224,22 +234,28 @@ class WindowedRuntime(EvictingRuntime):
         at: int,
         sinks: int,
         window: int,
+        softmax: Softmax,
     ) -> torch.Tensor:
         """`attend_window` of one query: the window's rows by the C++ kernel where they lie, merged
         with the few sinks by log-sum-exp.
         """
         rows = (positions[sinks:] > at - window).nonzero().int().add_(sinks)
         count, stop = len(rows), k.shape[1]
-        near, lse = attend(q[0], k, v, self.scale, rows.view(1, -1), count, stop)
+        capped = Softmax(softmax.cap)  # the model's own sinks join at the end, once
+        given = rows.view(1, -1), count, stop
+        near, lse = attend(q[0], k, v, self.scale, *given, softmax=capped)
         if not sinks:
-            return near[None].to(q.dtype)
+            return softmax.sunk(near, lse)[0][None].to(q.dtype)
         folded = q[0].float().view(1, k.shape[0], -1, q.shape[3])
         where = torch.tensor([at], device=q.device)
         keys, values = key_floats(k[:, :sinks]), floats(v[:, :sinks])
         far = self.method.sink_logits(folded, keys, where, sinks, window, self.rotary) * self.scale
-        share = torch.sigmoid(far.logsumexp(-1).view(1, -1) - lse).unsqueeze(-1)
+        far = softmax.capped(far)
+        apart = far.logsumexp(-1).view(1, -1)
+        share = torch.sigmoid(apart - lse).unsqueeze(-1)
         some = (far.softmax(-1) @ values.unsqueeze(1)).view(near.shape)
-        return torch.lerp(near, some, share)[None].to(q.dtype)
+        both = torch.lerp(near, some, share)
+        return softmax.sunk(both, torch.logaddexp(apart, lse))[0][None].to(q.dtype)
 
     def attend_window(
         self,
@@ -251,21 +267,24 @@ class WindowedRuntime(EvictingRuntime):
         start: int,
         sinks: int,
         window: int,
+        softmax: Softmax,
     ) -> torch.Tensor:
         """Softmax over the first rows, the sinks, and `rows`: q [1, C, H', D] at positions from
-        `start`; positions [T] of k, v.
+        `start`; positions [T] of k, v. softmax: the model's own cap and sinks.
         """
         heads, count, dim = k.shape[0], q.shape[1], q.shape[3]
         folded = q[0].float().view(count, heads, -1, dim)
         at = torch.arange(start, start + count, device=q.device)
         near = torch.einsum("chgd,htd->hgct", folded, key_floats(k[:, rows]))
+        near = softmax.capped(near.mul_(self.scale))
         age = at.unsqueeze(1) - positions[rows]
         near = near.masked_fill((age < 0) | (age >= window), float("-inf"))
         far = self.method.sink_logits(
             folded, key_floats(k[:, :sinks]), at, sinks, window, self.rotary
         )
+        far = softmax.capped(far * self.scale)
         far = far.masked_fill(positions[:sinks] > at.unsqueeze(1), float("-inf"))
-        weights = torch.softmax(torch.cat([far, near], -1) * self.scale, -1)
+        weights = softmax.grouped(torch.cat([far, near], -1))
         values = floats(torch.cat([v[:, :sinks], v[:, rows]], 1))
         return torch.einsum("hgct,htd->chgd", weights, values).reshape(q.shape).to(q.dtype)
 

@@ -31,6 +31,7 @@ from engine.methods.evict.shared.store import Part, Rows, Sequence, best
 from engine.methods.evict.shared.windows import spread, window_positions, window_rows_bytes
 from engine.model.rope import apply_rope
 from kernels.attention.dense import decode_dense
+from kernels.launch.softmax import Softmax
 from kernels.prefill.dense import prefill_dense
 
 Chooser = Callable[[Sequence, int, list[Part], Any], list[tuple[Part, torch.Tensor]]]
@@ -81,12 +82,20 @@ class EvictingRuntime(Runtime):
         ]
 
     def attend_rows(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, start: int
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        first: int,
+        start: int,
+        softmax: Softmax,
     ) -> torch.Tensor:
         """Attention of a chunk q [1, C, H', D] at positions from `start` on to k, v [h, T, D];
-        query j sees rows < first + j + 1.
+        query j sees rows < first + j + 1. softmax: a cap, and the sinks of these query heads.
         """
-        return prefill_dense(q, k[None], v[None], first, self.scale, backend=self.setup.backend)
+        given = self.scale, self.setup.backend
+        return prefill_dense(q, k[None], v[None], first, *given, softmax=softmax)
 
     def attend_step(
         self,
@@ -97,10 +106,11 @@ class EvictingRuntime(Runtime):
         v: torch.Tensor,
         positions: torch.Tensor | None,
         at: int,
+        softmax: Softmax,
     ) -> torch.Tensor:
         """Attention of one query [1, 1, H', D] at position `at` to k, v [h, T, D], its own last;
-        positions [h, T], None: 0, 1, ... Heads that hold different counts attend otherwise
-        (engine/methods/evict/shared/ragged.py).
+        positions [h, T], None: 0, 1, ... softmax as in `attend_rows`. Heads that hold different
+        counts attend otherwise (engine/methods/evict/shared/ragged.py).
         """
         lengths = torch.full((1,), k.shape[1], dtype=torch.int32, device=q.device)
         return decode_dense(
@@ -111,7 +121,13 @@ class EvictingRuntime(Runtime):
             self.scale,
             scratch=self.setup.scratch,
             backend=self.setup.backend,
+            softmax=softmax,
         )
+
+    def softmax_of(self, layer: int, heads: slice) -> Softmax:
+        """What is particular in a layer's softmax, of the query heads of a slice of K/V heads."""
+        group = self.setup.config.group
+        return self.softmax[layer].of_heads(slice(heads.start * group, heads.stop * group))
 
     def observe(
         self,
@@ -247,7 +263,8 @@ class EvictingRuntime(Runtime):
         self.bank, out, since = bank, [], self.sequences[0].since
         for number, (heads, k, v, held) in enumerate(self.live(layer, bank, start + q.shape[1])):
             part = self.queries(q, heads)
-            out.append(self.attend_rows(layer, part, k, v, held + start - since, start))
+            given = held + start - since, start, self.softmax_of(layer, heads)
+            out.append(self.attend_rows(layer, part, k, v, *given))
             self.observe(0, layer, number, part[0], k, held + start - since, start)
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 
@@ -312,7 +329,8 @@ class EvictingRuntime(Runtime):
         at = sequence.length
         if sequence.layers is None:
             k, v = (t[b] for t in step.bank.rows(layer, 0, at + 1))
-            whole = self.attend_step(sequence, layer, q, k, v, None, at)
+            softmax = self.softmax[layer]
+            whole = self.attend_step(sequence, layer, q, k, v, None, at, softmax)
             self.observe(b, layer, 0, q[0], k, at, at)
             return whole
         out, (k, v), parts = [], step.bank.rows(layer, at, at + 1), sequence.layers[layer]
@@ -323,7 +341,8 @@ class EvictingRuntime(Runtime):
             rows.put(k[b, rows.heads, 0], v[b, rows.heads, 0], at)
             part, held = self.queries(q, rows.heads), rows.held + 1
             mine = rows.k[:, :held], rows.v[:, :held], rows.positions[:, :held]
-            out.append(self.attend_step(sequence, layer, part, *mine, at))
+            softmax = self.softmax_of(layer, rows.heads)
+            out.append(self.attend_step(sequence, layer, part, *mine, at, softmax))
             self.observe(b, layer, number, part[0], mine[0], rows.held, at)
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 

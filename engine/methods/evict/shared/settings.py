@@ -104,6 +104,7 @@ class Evicting(Method):
             point_bytes=self.point_bytes(plan, config, itemsize, capacity) if self.forget else 0,
             proportional=self.tokens is None,
             sliding=True,
+            capped=True,
         )
 
     def scores_of(self, config: ModelConfig) -> int:
