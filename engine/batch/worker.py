@@ -309,8 +309,9 @@ class Worker(Generic[J]):
         """
         total = len(job.ids)
         held, last = cached, time.monotonic()
-        flops = partial(session.runtime.prompt_flops, PrefillFlops.of(self.batch.loaded.config))
-        eta = Eta(flops, cached, total)
+        flops, runtime = PrefillFlops.of(self.batch.loaded.config), session.runtime
+        passes = runtime.passes_flops(flops, cached, total)
+        eta = Eta(partial(runtime.prompt_flops, flops), cached, total, passes)
 
         def read(done: int, seconds: float) -> None:
             nonlocal held, last
@@ -318,6 +319,7 @@ class Worker(Generic[J]):
             self.was_read(cached + done - held, seconds)
             eta.add(held, cached + done, now - last)  # with what others take between the chunks
             held, last = cached + done, now
+            eta.repeated(float(held == total))
             job.post(Reading(cached, eta.progress(held)))
 
         every = job.scores.take if job.scores is not None else None

@@ -37,6 +37,7 @@ def end_prompt(
     """
     length = len(session.committed)
     if not more:
+        session.learn(logits)
         read_again(session, session.runner, session.history.prompt_begin(start), told)
     session.keep_state(turn=True)
     with session.changing():

@@ -74,7 +74,8 @@ def end_early(session: SessionState, start: int) -> None:
     if session.inconsistent:
         invalidate(session, start)
     elif len(session.committed) > max(start, session.history.prompt_length):
-        end_prompt(session, start, None, more=session.runtime.needs.again > 0)
+        again = session.runtime.needs.again > 0
+        end_prompt(session, start, session.last_logits if again else None, more=again)
 
 
 def invalidate(session: SessionState, start: int) -> None:

@@ -140,10 +140,14 @@ def column_maxima(
     """
     kv_heads, total = k.shape[:2]
     largest = torch.full((kv_heads, total), float("-inf"), device=q.device)
-    lse = lse.view(len(q), kv_heads, -1).permute(1, 2, 0).unsqueeze(-1)
+    # one more element of a head: the product is the weight's logarithm
+    wide = torch.cat([q.float() * scale, -lse.unsqueeze(-1)], -1)
+    wide = wide.view(len(q), kv_heads, -1, wide.shape[-1]).permute(1, 2, 0, 3)
     for queries, parts in tiles(q, k, total):
         for rows in parts:
-            logits = tile_logits(q, k, queries, rows, total, scale).sub_(lse[:, :, queries])
+            keys = in_float32(k[:, rows])
+            keys = torch.cat([keys, torch.ones_like(keys[..., :1])], -1).transpose(1, 2)
+            found = torch.matmul(wide[:, :, queries].flatten(1, 2), keys).amax(1)
             mine = largest[:, rows]
-            torch.maximum(mine, logits.amax((1, 2)), out=mine)
+            torch.maximum(mine, found, out=mine)
     return largest.exp_()
