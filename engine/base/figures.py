@@ -2,6 +2,8 @@
 
 import dataclasses
 
+LONG = 240  # characters of a setting that a line still shows whole
+
 
 def human(size: float) -> str:
     """Format bytes: 12 B, 5.30 kB, 512.00 MB, 16.18 GB. Units are powers of 1000."""
@@ -32,16 +34,22 @@ def count(number: int, word: str = "token") -> str:
 def brief(settings: object) -> str:
     """Format a dataclass as a call that names only the fields that differ from their defaults.
 
-    For example OmniKV(filter_layers=(2, 8, 18), tokens=64). Anything else is formatted by str().
+    For example OmniKV(filter_layers=(2, 8, 18), tokens=64). A value of more than LONG characters,
+    such as a table of every head, is cut. Anything else is formatted by str().
     """
     if not dataclasses.is_dataclass(settings):
         return str(settings)
     changed = [
-        f"{field.name}={brief(value) if dataclasses.is_dataclass(value) else repr(value)}"
+        f"{field.name}={brief(value) if dataclasses.is_dataclass(value) else _cut(repr(value))}"
         for field in dataclasses.fields(settings)
         if (value := getattr(settings, field.name)) != field.default
     ]
     return f"{type(settings).__name__}({', '.join(changed)})"
+
+
+def _cut(text: str) -> str:
+    """The beginning of a text of more than LONG characters, or the text."""
+    return text if len(text) <= LONG else f"{text[:60]}..."
 
 
 def first_line(error: BaseException) -> str:

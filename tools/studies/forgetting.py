@@ -88,7 +88,7 @@ def opened(args: argparse.Namespace, shape: str, tokens: int) -> LLM:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """One method, in this process: two prompts of a token, whose stores are kept to go back to,
-    and one that fills the context but for the answer.
+    and one that fills the context but for the answer; it comes first where stores grow with it.
     """
     with opened(args, "tiny", 256).session() as small:  # loads the kernels and torch's libraries
         small.prefill(list(range(200)))
@@ -100,8 +100,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(llm.config.vocab_size, (args.tokens,), generator=generator).tolist()
     with llm.session() as session:
-        for prompt in (ids[:1], ids[1:2], ids[2:-ANSWER]):
-            session.prefill(prompt)
+        stops = (
+            (1, 2) if args.one != "duo" else (args.tokens - ANSWER - 2, args.tokens - ANSWER - 1)
+        )
+        for first, stop in zip((0, *stops), (*stops, args.tokens - ANSWER)):
+            session.prefill(ids[first:stop])
         for token in ids[-ANSWER:]:
             session.decode(token)
         peak, after = resident("VmHWM") - before, resident("VmRSS") - before

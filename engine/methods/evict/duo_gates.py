@@ -25,7 +25,7 @@ FORMAT = 1
 LIMIT = 4 << 20  # bytes; 128 layers of 128 heads at 25 characters a gate take 410 KB
 MOST = 4096  # layers, and K/V heads of a layer
 HOW = (
-    "make them with python -m tools.studies.duo_gates --model FOLDER, or take the model's "
+    "make them in a clone: python -m tools.studies.duo_gates --model FOLDER; or take the model's "
     "full_attention_heads.tsv from mit-han-lab/duo-attention"
 )
 

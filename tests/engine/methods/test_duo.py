@@ -17,13 +17,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine import LLM
 from engine.base.errors import SavedFileError, SettingError
+from engine.base.figures import brief
 from engine.methods.evict import duo
 from engine.methods.evict.duo import Duo, attend_lambda
 from engine.methods.evict.duo_gates import facts_of, gates_text, read_gates
 from engine.methods.full import Full
 from kernels.prefill.dense import prefill_dense
-from tests.builders import VOCAB, random_ids, tiny_config, tiny_llm, tiny_weights
+from tests.builders import POCKET, VOCAB, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.evicting_simulation import Conversation, Rule
 from tests.engine.methods.method_checks import SHAPES, allocated, llm_of
 from tests.engine.methods.method_table import duo_gates
@@ -308,6 +310,21 @@ def test_gates_of_another_model_are_named(tmp_path):
     path.write_text(json.dumps(data))
     with pytest.raises(SettingError, match="vocab_size 128256, expected 97, as this model has"):
         llm.session(Duo(gates=path))
+
+
+def test_the_shipped_gates_are_the_shipped_models():
+    """Half of its heads: those of four layers, whose stores hold the document."""
+    method = Duo(gates=POCKET / "duo.json")
+    assert [i for i, row in enumerate(method.whole) if row == (True, True)] == [2, 4, 6, 7]
+    assert sum(map(sum, method.whole)) == 8
+    with LLM(str(POCKET), method=method, max_context=1024, threads=1).session() as session:
+        session.prefill(list(range(5, 805)))
+        assert session.runtime.rows_read(800) == [320, 320, 800, 320, 800, 320, 800, 800]
+
+
+def test_a_table_of_many_heads_is_cut_where_it_is_shown():
+    assert len(brief(Duo(gates=((0.5,) * 8,) * 32))) < 120
+    assert str(duo_gates()) in brief(Duo(gates=duo_gates()))
 
 
 def test_without_gates_a_line_says_how_to_make_them():
