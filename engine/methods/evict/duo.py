@@ -40,6 +40,7 @@ from engine.methods.evict.shared.store import ROOM, Part, Rows, Sequence, reserv
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
+from kernels.launch.softmax import PLAIN
 from kernels.rows.forms import floats, key_floats
 from kernels.select.column_sums import tile_floats
 
@@ -132,8 +133,9 @@ class Duo(Evicting):
         return found
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
-        """Gates are of every layer."""
-        return replace(super().needs(plan, config, capacity, itemsize), sliding=False)
+        """Gates are of every layer; streaming heads attend by a plain softmax."""
+        needs = super().needs(plan, config, capacity, itemsize)
+        return replace(needs, sliding=False, capped=False)
 
     def budget(self, plan: LayerPlan, length: int) -> int:
         budgets = self.budgets(plan, length)
@@ -231,7 +233,7 @@ class DuoRuntime(EvictingRuntime):
         for number, (heads, k, v, held) in enumerate(self.live(layer, bank, start + q.shape[1])):
             part, first = self.queries(q, heads), held + start - sequence.since
             if self.sees_all(layer, heads):
-                out.append(self.attend_rows(layer, part, k, v, first, start))
+                out.append(self.attend_rows(layer, part, k, v, first, start, PLAIN))
                 continue
             if held:
                 assert sequence.layers is not None
@@ -253,7 +255,7 @@ class DuoRuntime(EvictingRuntime):
         if count:
             seen = first + count
             out.append(
-                self.attend_rows(layer, q[:, :count], k[:, :seen], v[:, :seen], first, start)
+                self.attend_rows(layer, q[:, :count], k[:, :seen], v[:, :seen], first, start, PLAIN)
             )
         block = max(16, tile_floats(q.device) // (q.shape[2] * (sinks + recent + 64)))
         for at in range(count, q.shape[1], block):

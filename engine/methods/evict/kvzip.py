@@ -78,7 +78,7 @@ class KVzip(Evicting):
         needs = super().needs(plan, config, capacity, itemsize)
         # every pass reads all that is held
         again = min(capacity, self.chunk) + REQUEST
-        return replace(needs, offload=(), again=again, sliding=False)
+        return replace(needs, offload=(), again=again, sliding=False, capped=False)
 
     def store_bytes(
         self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int

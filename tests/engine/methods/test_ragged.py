@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from engine.methods.evict.ada_snapkv import AdaPyramid, AdaSnapKV
+from engine.methods.evict.duo import Duo
 from engine.methods.evict.shared import ragged, runtime
 from engine.methods.evict.shared.ragged import Ragged, copied, joined
 from engine.methods.evict.shared.store import ROOM, Rows, reserved
 from engine.methods.evict.snapkv import SnapKV
+from kernels.launch.softmax import PLAIN, Softmax
 from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 
 METHODS = [AdaSnapKV(tokens=50, alpha=1.0), AdaPyramid(tokens=60, forget=True)]
@@ -47,7 +49,7 @@ def test_a_step_is_one_that_attends_head_by_head_to_the_bit(method, backend, ban
     layers = session.runtime.sequences[0].layers
     assert all(isinstance(parts, Ragged) for parts in layers)
     assert any(len({rows.held for rows in parts}) > 1 for parts in layers)
-    monkeypatch.setattr(runtime, "joined", lambda method, parts: parts)
+    monkeypatch.setattr(runtime, "joined", lambda method, parts, softmax: parts)
     expected, apart = played(llm, method)
     assert not any(isinstance(parts, Ragged) for parts in apart.runtime.sequences[0].layers)
     assert torch.equal(found, expected)
@@ -124,6 +126,11 @@ def test_a_copy_shares_nothing():
 
 
 def test_parts_that_hold_what_a_run_does_not_stay_apart():
-    """Under a method that drops tokens of answers, or one head alone."""
-    for method, parts in ((Duo(), parts_of([3, 4])), (AdaSnapKV(), parts_of([3]))):
-        assert joined(method, parts) is parts
+    """Under a method that drops tokens of answers, one head alone, a cap on logits."""
+    for method, counts, softmax in (
+        (Duo(), [3, 4], PLAIN),
+        (AdaSnapKV(), [3], PLAIN),
+        (AdaSnapKV(), [3, 4], Softmax(50.0)),
+    ):
+        parts = parts_of(counts)
+        assert joined(method, parts, softmax) is parts

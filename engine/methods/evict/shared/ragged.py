@@ -18,6 +18,7 @@ from engine.methods.evict.shared.store import Rows, reserved
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from kernels.attention.ragged import decode_ragged
+from kernels.launch.softmax import PLAIN, Softmax
 from kernels.rows.forms import as_bytes
 
 TABLES = 3  # int64 numbers of a head
@@ -29,11 +30,13 @@ def table_bytes(plan: LayerPlan, config: ModelConfig) -> int:
     return 8 * TABLES * len(plan.partial_layers) * config.num_kv_heads if many else 0
 
 
-def joined(method: Evicting, parts: list[Rows]) -> list[Rows]:
+def joined(method: Evicting, parts: list[Rows], softmax: Softmax = PLAIN) -> list[Rows]:
     """A layer's store of these parts: a Ragged of copies where the method's heads are parts of
-    their own, of which every generated token stays; else the parts.
+    their own, of which every generated token stays, and the layer's softmax is a plain one; else
+    the parts.
     """
-    return Ragged(parts) if method.ragged and len(parts) > 1 else parts
+    plain = not softmax.cap and softmax.sinks is None
+    return Ragged(parts) if method.ragged and plain and len(parts) > 1 else parts
 
 
 def copied(parts: list[Rows]) -> list[Rows]:

@@ -313,7 +313,8 @@ class EvictingRuntime(Runtime):
         else:
             chosen = choose(sequence, layer, parts, step)
         most = self.method.max_rows(sequence.budgets[layer])
-        return joined(self.method, [Rows.gather(part, index, most) for part, index in chosen])
+        found = [Rows.gather(part, index, most) for part, index in chosen]
+        return joined(self.method, found, self.softmax[layer])
 
     # ---------------------------------------------------------------- a step
 
@@ -432,7 +433,7 @@ class EvictingRuntime(Runtime):
                 most = self.method.max_rows(budgets[layer])
                 kv = partial(self._bank_rows, layer)
                 rebuilt = [Rows.rebuild(part, kv, most) for part in parts]
-                found.layers.append(joined(self.method, rebuilt))
+                found.layers.append(joined(self.method, rebuilt, self.softmax[layer]))
         self.sequences[0], self.pending = found, {}
         self.reading, self.total = reading, total
 
