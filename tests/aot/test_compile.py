@@ -41,7 +41,7 @@ def cases(target):
         step = [Case("product"), Case("few_bits", queries=3), Case("norm"), Case("rotate")]
         step += [Case("tiles"), Case("experts"), Case("experts", packed="int4")]
         # a window is sampled on sm_89, whose shared memory is the least
-        others = [Case("dense", dtype="float32"), Case("topk"), Case("apart")]
+        others = [Case("dense", dtype="float32"), Case("topk"), Case("apart"), Case("ragged")]
         return [*decode, *prefill, *step, *others]
     least = [Case("dense", head_dim=64, group=4), Case("sparse", group=4)]
     others = {

@@ -20,6 +20,7 @@ from tests.kernels.support.kernel_checks import (
     ints,
     make_bank,
 )
+from tests.kernels.support.ragged_checks import check_ragged
 
 pytestmark = [
     pytest.mark.cuda,
@@ -47,6 +48,14 @@ def test_dense_and_sparse(dtype, head_dim, group, queries):
     check_dense("cuda", "triton", [1, 64, 513, 2039], kind="softmax", **shape)
     check_dense("cuda", "triton", [700], kind="raw", **shape)
     check_sparse("cuda", "triton", [0, 33, 1000], [5, 64, 300], per_head=group == 4, **shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", DIMS)
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_heads_of_different_counts(dtype, head_dim, group):
+    for counts in ([0, 1, 31, 32, 33], [513, 64, 2039], [20000, 3]):
+        check_ragged("cuda", "triton", counts, group, head_dim, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.attention.dense import decode_dense
+from kernels.attention.ragged import decode_ragged
 from kernels.attention.scratch import ScratchShape, make_scratch
 from kernels.attention.sparse import decode_sparse
 from kernels.experts.mix import mix_experts
@@ -123,7 +124,10 @@ def call(case: Case) -> None:
         call_prefill(case)
         return
     k, v = by_head(case)
-    if case.launcher == "topk":
+    if case.launcher == "ragged":
+        flat, tables = (k.flatten(0, 2), v.flatten(0, 2)), meta(2, 8, dtype=torch.int64)
+        decode_ragged(q, *flat, *tables, BUDGET, scale, backend="triton")
+    elif case.launcher == "topk":
         select_topk(scores, meta(1), meta(1), meta(1), meta(1, BUDGET), meta(1), backend="triton")
     elif case.launcher == "window":
         for kind in ("softmax", "raw"):

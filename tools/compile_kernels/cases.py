@@ -22,15 +22,15 @@ MOST_QUERIES = 8  # tokens of a step that exact mode checks
 class Case:
     """One shipped configuration: a launcher and the shapes that it is called with.
 
-    launcher: dense, scored (dense with scores), apart (dense and sparse with merges of their own),
-    sparse, topk, window, or one of PREFILL_LAUNCHERS, HOST_LAUNCHERS and STEP_LAUNCHERS; net is a
-    gated delta net's step and prompt, ssd a Mamba-2 layer's. group: query heads per K/V head, of
-    which there are 8; for net value heads per key head, of which there are 16, and head_dim is
-    both's; for ssd heads per group, of which there are 8, and head_dim is the state's. queries: of
-    a step;
-    for tiles the rows of a prompt's chunk, 512 by default. packed: what the bank's rows are held
-    in, one of ROW_FORMS; of few_bits and tiles the weights' kind, "int8", "int4" (the default, in
-    groups of 32) or "int4:N" for groups of N; of experts their weights', which else are floats.
+    launcher: dense, scored (dense with scores), ragged (heads of different counts), apart (dense
+    and sparse with merges of their own), sparse, topk, window, or one of PREFILL_LAUNCHERS,
+    HOST_LAUNCHERS and STEP_LAUNCHERS; net is a gated delta net's step and prompt, ssd a Mamba-2
+    layer's. group: query heads per K/V head, of which there are 8; for net value heads per key
+    head, of which there are 16, and head_dim is both's; for ssd heads per group, of which there are
+    8, and head_dim is the state's. queries: of a step; for tiles the rows of a prompt's chunk, 512
+    by default. packed: what the bank's rows are held in, one of ROW_FORMS; of few_bits and tiles
+    the weights' kind, "int8", "int4" (the default, in groups of 32) or "int4:N" for groups of N; of
+    experts their weights', which else are floats.
     softmax: "cap" (on logits), "sinks" or "".
     """
 
@@ -48,7 +48,7 @@ class Case:
         and 8, one query, 16 bits.
         """
         bounded = self.launcher in (
-            "dense", "scored", "apart", "sparse", *PREFILL_LAUNCHERS, *STEP_LAUNCHERS
+            "dense", "scored", "ragged", "apart", "sparse", *PREFILL_LAUNCHERS, *STEP_LAUNCHERS
         )  # fmt: skip
         return (
             bounded
@@ -80,7 +80,7 @@ def shipped(everything: bool = False) -> list[Case]:
     if not everything:
         cases = [
             Case(name, "bfloat16", d, g)
-            for name in ("dense", "scored", "sparse")
+            for name in ("dense", "scored", "ragged", "sparse")
             for d in (64, 128)
             for g in (1, 4, 8)
         ]
@@ -94,7 +94,7 @@ def shipped(everything: bool = False) -> list[Case]:
         return [*cases, *_particular(), *_others(), *_steps(), *_packed(), *_published()]
     cases = [
         Case(name, dtype, d, g, q)
-        for name in ("dense", "scored", "sparse", "window", *PREFILL_LAUNCHERS)
+        for name in ("dense", "scored", "ragged", "sparse", "window", *PREFILL_LAUNCHERS)
         if name not in ("capped", "parts")
         for dtype in FLOATS
         for d in (32, 64, 80, 96, 128, 256)
@@ -135,7 +135,16 @@ def _others() -> list[Case]:
         *(
             Case(name, dtype)
             for dtype in ("float16", "float32")
-            for name in ("dense", "scored", "sparse", "window", *prefill, "product", "norm")
+            for name in (
+                "dense",
+                "scored",
+                "ragged",
+                "sparse",
+                "window",
+                *prefill,
+                "product",
+                "norm",
+            )
         ),
         *(Case(name, dtype) for dtype in ("float16", "float32") for name in ("rotate", "few_bits")),
         *(
@@ -180,7 +189,7 @@ def _steps() -> list[Case]:
 def _packed() -> list[Case]:
     """Rows of the bank in 8 bits, and in 6 and 4."""
     prefill = ("columns", "gathered", "blocks")
-    names = ("dense", "scored", "sparse", *prefill, "window", "rotate")
+    names = ("dense", "scored", "ragged", "sparse", *prefill, "window", "rotate")
     return [
         *(Case(name, packed=form) for form in ROW_FORMS for name in names),
         *(Case(name, "bfloat16", 64, 8, packed=form) for form in ROW_FORMS for name in names),
@@ -195,7 +204,7 @@ def _published() -> list[Case]:
     return [
         Case(name, "bfloat16", d, g)
         for d, g in sorted(published_heads())
-        for name in ("dense", "scored", "sparse", "rotate")
+        for name in ("dense", "scored", "ragged", "sparse", "rotate")
     ]
 
 

@@ -1,0 +1,68 @@
+"""Heads that hold different numbers of rows, interpreted, against the float64 oracle on hostile
+shapes.
+
+Stops: a head that reads another's rows, a split of the longest head merged into a shorter one's,
+a scratch that is too small for short splits.
+"""
+
+import pytest
+import torch
+
+import kernels.attention.ragged
+from kernels.attention.ragged import decode_ragged, ragged_split
+from kernels.attention.scratch import ScratchShape, make_scratch
+from kernels.launch.shapes import DENSE_SPLIT
+from kernels.rows.forms import FORMS
+from tests.kernels.support.ragged_checks import check_ragged, flat_store
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "counts, shape",
+    [
+        ([1, 2], {}),
+        ([31, 32, 33, 0], dict(group=1, head_dim=32)),
+        ([127, 128, 129], dict(group=8, head_dim=128, dtype=BF16)),
+        ([63, 64, 65], dict(group=4, head_dim=40, dtype=F16, spare=300)),
+        ([0, 0], dict(group=4)),
+        ([101, 7, 0, 257], dict(group=3, head_dim=96, dtype=BF16)),
+        ([509, 1], dict(group=8, head_dim=16)),
+        ([37], dict(group=20, head_dim=64, spare=1)),
+    ],
+)
+def test_each_head_attends_to_its_own_rows(counts, shape):
+    check_ragged("cpu", "triton", counts, **shape)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_rows(form):
+    check_ragged("cpu", "triton", [100, 1, 0, 27], 4, 64, form=form)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("chunk", [64, 4])
+def test_a_sessions_scratch_decides_how_short_splits_are(chunk, apart, monkeypatch):
+    """Of 333 rows it takes one result a head, or one of each 32; one level of merging or two, in
+    the kernel or apart. The next call finds the tickets at zero.
+    """
+    monkeypatch.setattr(kernels.attention.ragged, "SPARSE_CHUNK", chunk)
+    for capacity, splits in ((333, 1), (40 * DENSE_SPLIT, 11)):
+        scratch = make_scratch(ScratchShape(1, 1, 6, 3, 16, capacity), "cpu", "triton")
+        scratch.part.fill_(float("nan"))
+        assert -(-333 // ragged_split(333, 3, 132, scratch.lse.numel() // 6)) == splits
+        scratch = scratch.merging_apart() if apart else scratch
+        for _ in range(1 if apart else 2):
+            check_ragged("cpu", "triton", [333, 3, 0], 2, 16, scratch=scratch)
+        assert not scratch.tickets.any()
+
+
+def test_splits_fit_the_card_and_the_scratch():
+    assert ragged_split(100_000, 8, 132, 10**6) == 256
+    assert ragged_split(2048, 8, 132, 64) == 32
+    assert ragged_split(2048, 8, 132, 16) == 128
+    assert ragged_split(2048, 8, 132, 4) == DENSE_SPLIT
+    k, v, starts, lengths = flat_store([600, 1], 16, F32, "cpu", torch.Generator().manual_seed(0))
+    small = make_scratch(ScratchShape(1, 1, 4, 2, 16, 500), "cpu", "triton")
+    with pytest.raises(ValueError, match="scratch.part: found 64 elements, this call needs 128"):
+        decode_ragged(torch.ones(1, 1, 4, 16), k, v, starts, lengths, 600, 0.2, small, "triton")
