@@ -11,8 +11,13 @@ from kernels.attention.merge import merge, merge_when_last, merging
 from kernels.attention.native import attend_own_rows, attends
 from kernels.attention.reference import attend_alone
 from kernels.attention.scratch import Scratch, ScratchShape, make_scratch
-from kernels.attention.sparse import sparse_config
-from kernels.attention.split import PER_PROCESSOR, SPARSE_CHUNK, query_tile, store_partial
+from kernels.attention.split import (
+    PER_PROCESSOR,
+    SPARSE_CHUNK,
+    decode_config,
+    query_tile,
+    store_partial,
+)
 from kernels.launch.dispatch import choose
 from kernels.launch.pdl import dependent, wait_for_last_kernel
 from kernels.launch.shapes import DENSE_SPLIT, needs_wide, processors
@@ -234,7 +239,9 @@ def decode_ragged_triton(
         scratch = make_scratch(shape, q.device, "triton")
     split = ragged_split(most, kv_heads, sms, scratch.lse.numel() // heads)
     splits = max(1, -(-most // split))
-    config = sparse_config(1, group, head_dim, q.itemsize, k.dtype if is_packed(k) else None)
+    packed = k.dtype if is_packed(k) else None
+    # tiles of 8 KB, as chosen rows have: short splits then are several, in flight from the start
+    config = decode_config(1, group, head_dim, q.itemsize, 8192, packed)
     slots = heads * splits
     scratch.require(part=slots * head_dim, lse=slots, out_lse=heads)
     out, q = q.new_empty(kv_heads, 1, group, head_dim), wide_stored_queries(q, k)

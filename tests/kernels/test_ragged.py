@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import kernels.attention.ragged
+from engine.methods.evict.ada_snapkv import AdaSnapKV
 from kernels.attention.ragged import decode_ragged, ragged_split
 from kernels.attention.scratch import ScratchShape, make_scratch
 from kernels.launch.shapes import DENSE_SPLIT
 from kernels.rows.forms import FORMS
+from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.kernels.support.ragged_checks import check_ragged, flat_store
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -66,3 +68,19 @@ def test_splits_fit_the_card_and_the_scratch():
     small = make_scratch(ScratchShape(1, 1, 4, 2, 16, 500), "cpu", "triton")
     with pytest.raises(ValueError, match="scratch.part: found 64 elements, this call needs 128"):
         decode_ragged(torch.ones(1, 1, 4, 16), k, v, starts, lengths, 600, 0.2, small, "triton")
+
+
+def test_a_session_steps_as_the_reference_does():
+    """Its scratch and its tables are the session's own; rows are put by torch."""
+    config, seen = tiny_config(layers=2, heads=4, kv_heads=2, hidden=32, head_dim=16), []
+    weights, ids = tiny_weights(config, seed=2), random_ids(70)
+    method = AdaSnapKV(tokens=20, window=8, alpha=1.0)
+    for backend in ("triton", "reference"):
+        settings = dict(max_context=128, chunk=64, backend=backend)
+        with tiny_llm(method, config, weights, **settings).session() as session:
+            logits = [session.prefill(ids[:60])]
+            parts = [list(part) for part in session.runtime.sequences[0].layers]
+            assert all(len({rows.held for rows in part}) == 2 for part in parts)
+            seen.append(torch.stack(logits + [session.decode(token) for token in ids[60:64]]))
+            assert max(session.runtime.rows_read(len(session))) < 30
+    assert (seen[0] - seen[1]).abs().max() < 1e-4 * seen[1].abs().max()
