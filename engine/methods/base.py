@@ -325,9 +325,9 @@ class Runtime:
         return prefill_window(q, k, v, *given)
 
     def passes(self, bank: Bank, begin: int, ids: Sequence[int], encode: Encode) -> list[Pass]:
-        """Return what runs through the model again before the prompt ends that began at `begin`
-        (engine/runner/prompt.py), with Needs.again. ids: all of the session's tokens, whose rows
-        are in `bank` or in a store. Nothing but what `end_prompt` uses up may change.
+        """Return what runs through the model again (engine/runner/passes/passes.py) before the
+        prompt ends that began at `begin`; Needs.again says so. ids: all of the session's tokens,
+        whose rows are in `bank` or in a store. Nothing but what `end_prompt` uses up may change.
         """
         return []
 

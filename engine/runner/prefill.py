@@ -15,7 +15,8 @@ from engine.base.device import synchronize
 from engine.forward.prefill import Outputs, run_chunk
 from engine.methods.requirements import validate_parts
 from engine.plan.prefill_time import Eta, PrefillFlops, Progress
-from engine.runner.prompt import end_prompt, tell
+from engine.runner.passes.passes import tell
+from engine.runner.prompt import end_prompt
 from engine.runner.rollback import exclusive, reading, rewound_on_error
 from engine.runner.state import SessionState
 

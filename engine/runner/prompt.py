@@ -4,25 +4,16 @@ a savepoint is kept, and the ring has the queries that a selector needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import torch
 
-from engine.bank.chunk_bank import STEP as ROOM
-from engine.bank.chunk_bank import ChunkBank
-from engine.base.device import synchronize
 from engine.forward.prefill import run_chunk
-from engine.methods.base import Pass
-from engine.plan.prefill_time import Eta, Progress
 from engine.runner.history import Savepoint
+from engine.runner.passes.passes import Told, run_passes
 from engine.runner.recurrent.catch_up import standing_at
 from engine.runner.state import SessionState
 from engine.runner.step_runner import StepRunner
 
 WARM = 8  # queries at a prompt's end whose selections fill the working sets before the first step
-
-
-Told = Callable[[float], None]  # called with how much of the passes is done
 
 
 def end_prompt(
@@ -36,9 +27,9 @@ def end_prompt(
     pass of the method's is interrupted, nothing has changed.
     """
     length = len(session.committed)
-    if not more:
+    if not more and session.runtime.needs.again:
         session.learn(logits)
-        read_again(session, session.runner, session.history.prompt_begin(start), told)
+        run_passes(session, session.runner, session.history.prompt_begin(start), told)
     session.keep_state(turn=True)
     with session.changing():
         session.history.add(ended(session, session.runner, start, length, logits, more))
@@ -50,17 +41,11 @@ def end_prompt(
         session.runtime.warm(session.runner.newest(length, WARM))
 
 
-def tell(eta: Eta, progress: Progress | None, stop: int, share: float) -> None:
-    """Say how much is done of what runs again behind a prompt's end at `stop`."""
-    eta.repeated(share)
-    if progress is not None:
-        progress(eta.progress(stop))
-
-
 def close_latest(session: SessionState) -> None:
     """End the open prompt. The savepoint of its part stays, for a truncate that undoes the end."""
     part = session.history.savepoints[-1]
-    read_again(session, session.runner, session.history.prompt_begin(part.length))
+    if session.runtime.needs.again:
+        run_passes(session, session.runner, session.history.prompt_begin(part.length))
     with session.changing():
         point = ended(session, session.runner, part.start, part.length, part.logits)
         session.history.add(point)
@@ -133,41 +118,3 @@ def chunk_again(
         backend=runner.backend,
         advance=False,
     )
-
-
-def read_again(
-    session: SessionState, runner: StepRunner, begin: int, told: Told | None = None
-) -> None:
-    """Run the passes that a method asks for before the prompt ends that began at `begin`
-    (Runtime.passes). Their rows lie behind the session's, in a bank of their own, and go.
-    """
-    if not runner.runtime.needs.again:
-        return
-    tokenizer = session.loaded.tokenizer
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, special=False) if tokenizer else []
-
-    passes = runner.runtime.passes(runner.bank, begin, session.committed, encode)
-    whole, done = sum(len(one.ids) for one in passes), 0
-    for one in passes:
-        for count in _run_pass(session, runner, one):
-            done += count
-            if told is not None:
-                told(done / whole)
-
-
-def _run_pass(session: SessionState, runner: StepRunner, one: Pass) -> Iterator[int]:
-    """Run a pass chunk by chunk, each of which is yielded: its tokens."""
-    model, loaded, length = runner.model, session.loaded, len(session.committed)
-    rows, device = len(one.ids), model.device
-    bank = ChunkBank(loaded.config, length + rows + ROOM, loaded.dtype, device, span=rows + ROOM)
-    with torch.inference_mode(), bank.preparing(length + rows):
-        for at in range(0, rows, session.planner.chunk):
-            ids = one.ids[at : at + session.planner.chunk]
-            tokens = torch.tensor([ids], dtype=torch.int64, device=device)
-            # the frequencies of the prompt, whose rows it attends to
-            where = (loaded.rotary, one.attends, bank, tokens, length + at, length)
-            run_chunk(model, *where, pieces=runner.prompt_pieces, backend=runner.backend)
-            synchronize(device)
-            yield len(ids)

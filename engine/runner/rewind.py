@@ -31,8 +31,9 @@ from engine.forward.prefill import run_chunk
 from engine.plan.needs import Needs
 from engine.plan.prefill_time import Eta, PrefillFlops, Progress
 from engine.runner.history import PendingReplay, Savepoint, reopened
+from engine.runner.passes.passes import run_behind
 from engine.runner.prefill import read
-from engine.runner.prompt import chunk_again, ended, have_queries, read_again, tell
+from engine.runner.prompt import chunk_again, ended, have_queries
 from engine.runner.recurrent.catch_up import behind, catch_up
 from engine.runner.rollback import exclusive, rewound_on_error
 from engine.runner.state import SessionState
@@ -377,18 +378,11 @@ def _one_prompt(
     """Take all tokens so far, which another method has read, for one prompt."""
     if runner.runtime.needs.every_query:
         _show_every_query(session, runner, progress)
-    _run_passes(session, runner, progress)
+    if runner.runtime.needs.again:
+        run_behind(session, runner, progress)
     # one that forgets has no rows left to be cut again
     again = not runner.runtime.needs.forgets
     return ended(session, runner, 0, len(session.committed), logits, switched=again)
-
-
-def _run_passes(session: SessionState, runner: StepRunner, progress: Progress | None) -> None:
-    """Run what the method runs again behind a prompt that another one has read."""
-    flops, n = PrefillFlops.of(session.loaded.config), len(session.committed)
-    # none of it is read now, so that all of the work is the passes
-    eta = Eta(lambda start, stop: (0.0, 0.0), 0, n, runner.runtime.passes_flops(flops, 0, n))
-    read_again(session, runner, 0, partial(tell, eta, progress, n))
 
 
 def _show_every_query(session: SessionState, runner: StepRunner, progress: Progress | None) -> None:

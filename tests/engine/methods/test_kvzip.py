@@ -17,7 +17,7 @@ from engine.methods.evict import kvzip
 from engine.methods.evict.kvzip import KVzip
 from engine.methods.evict.shared.shares import counts_of_best
 from engine.methods.full import Full
-from engine.runner import prompt as prompt_end
+from engine.runner.passes import passes
 from kernels.select import column_sums
 from kernels.select.column_sums import column_maxima
 from tests.builders import VOCAB, random_ids, tiny_config, tiny_llm, tiny_weights
@@ -272,6 +272,7 @@ def test_an_interrupt_in_a_pass_leaves_the_session_as_before(forget, share):
             one.prefill(ids[:80], progress=stop)
         assert list(one.ids) == ids[:80] and held(one) == [[[*range(80)]] * 2] * 7
         assert one.history.pending is None and not one.inconsistent
+        assert not torch.is_inference_mode_enabled()
         assert torch.equal(plain.prefill(ids[:80]), one.last_logits)
         for token in (3, 4):
             assert torch.equal(one.decode(token), plain.decode(token))
@@ -304,7 +305,7 @@ def test_plan_and_allocation_agree_to_the_byte(monkeypatch):
     """A pass of a whole chunk behind the longest request, and the store."""
     banks, allocated = [], []
 
-    class Seen(prompt_end.ChunkBank):
+    class Seen(passes.ChunkBank):
         def __init__(self, *given, **named):
             super().__init__(*given, **named)
             banks.append(self)
@@ -317,7 +318,7 @@ def test_plan_and_allocation_agree_to_the_byte(monkeypatch):
         def encode(self, text, special=True):
             return [1] * (len(text) + 1)
 
-    monkeypatch.setattr(prompt_end, "ChunkBank", Seen)
+    monkeypatch.setattr(passes, "ChunkBank", Seen)
     llm = llm_of()
     for chunk in (50, 512):
         method = KVzip(share=0.3, chunk=chunk)
