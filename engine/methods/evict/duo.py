@@ -12,10 +12,10 @@ answer. Of equal gates those of earlier layers and heads are the higher, where t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from math import ceil, floor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from engine.methods.evict.duo_gates import (
     read_gates,
     require_model,
 )
-from engine.methods.evict.shared.runtime import EvictingRuntime, everything
+from engine.methods.evict.shared.runtime import Chooser, EvictingRuntime
 from engine.methods.evict.shared.settings import Evicting, answer_tokens
 from engine.methods.evict.shared.store import ROOM, Part, Rows, Sequence, reserved, row_bytes
 from engine.model.config.config import ModelConfig
@@ -97,7 +97,7 @@ class Duo(Evicting):
         places = [(i, j) for i, row in enumerate(rows) for j in range(len(row))]
         # stable: of equal gates the earlier heads'
         places.sort(key=lambda place: -rows[place[0]][place[1]])
-        chosen = set(places[: floor(self.share * len(places) + 0.5)])
+        chosen = set(places[: math.floor(self.share * len(places) + 0.5)])
         return tuple(tuple((i, j) in chosen for j in range(len(r))) for i, r in enumerate(rows))
 
     def plan(self, config: ModelConfig) -> LayerPlan:
@@ -129,7 +129,7 @@ class Duo(Evicting):
         small, found = min(length, self.sinks + self.recent), []
         for layer in range(plan.num_layers):
             many, few = self.heads_of(layer)
-            found.append(ceil((many * length + few * small) / (many + few)))
+            found.append(math.ceil((many * length + few * small) / (many + few)))
         return found
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
@@ -139,7 +139,7 @@ class Duo(Evicting):
 
     def budget(self, plan: LayerPlan, length: int) -> int:
         budgets = self.budgets(plan, length)
-        return ceil(sum(budgets) / len(budgets))
+        return math.ceil(sum(budgets) / len(budgets))
 
     def waiting(self, capacity: int) -> int:
         """None: what a chunk leaves goes into the store at once."""
@@ -220,12 +220,50 @@ class DuoRuntime(EvictingRuntime):
     def live(
         self, layer: int, bank: Bank, stop: int, b: int = 0
     ) -> list[tuple[slice, torch.Tensor, torch.Tensor, int]]:
-        """By runs, from the first token on."""
-        found = super().live(layer, bank, stop, b)
-        if self.sequences[b].layers is not None:
-            return found
-        ((_, k, v, held),) = found
-        return [(heads, k[heads], v[heads], held) for heads in self.runs(layer)]
+        """By runs, from the first token on. Whole heads whose store has room take the bank's rows
+        behind their own, where they count once they are committed.
+        """
+        sequence = self.sequences[b]
+        if sequence.layers is None:
+            ((_, k, v, held),) = super().live(layer, bank, stop, b)
+            return [(heads, k[heads], v[heads], held) for heads in self.runs(layer)]
+        fresh, found = stop - sequence.since, []
+        if not fresh:
+            return super().live(layer, bank, stop, b)
+        k, v = (t[b] for t in bank.rows(layer, sequence.since, stop))
+        for rows in sequence.layers[layer]:
+            at, stop_row = rows.held, rows.held + fresh
+            if self.sees_all(layer, rows.heads) and rows.k.shape[1] >= stop_row:
+                rows.k[:, at:stop_row], rows.v[:, at:stop_row] = k[rows.heads], v[rows.heads]
+                both = rows.k[:, :stop_row], rows.v[:, :stop_row]
+            else:
+                old_k, old_v = rows.kv()
+                both = torch.cat([old_k, k[rows.heads]], 1), torch.cat([old_v, v[rows.heads]], 1)
+            found.append((rows.heads, *both, at))
+        return found
+
+    def _made(self, b: int, layer: int, step: Step | None, choose: Chooser | None) -> list[Rows]:
+        """While a prompt is read whole heads have room for all of it, so that no chunk copies
+        what was read before it.
+        """
+        sequence, made = self.sequences[b], []
+        assert self.bank is not None
+        goal = int(self.total) if self.reading and self.total < math.inf else sequence.length
+        for number, (heads, k, v, held) in enumerate(
+            self.live(layer, self.bank, sequence.length, b)
+        ):
+            positions = sequence.positions(layer, number, held, len(k), k.device)
+            part = Part(heads, k, v, positions, None)
+            if not self.sees_all(layer, heads):
+                made.append(Rows.gather(part, self._ends(part)))
+                continue
+            old = None if sequence.layers is None else sequence.layers[layer][number]
+            # in place a layer changes before the others, which a method that forgets allows for
+            if old is not None and self.method.forget and old.count_written(part, goal):
+                made.append(old)
+            else:
+                made.append(Rows.copied(part, goal))
+        return made
 
     def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         """A chunk attends to the store and to this prompt's tokens, each run as its kind does."""
@@ -263,15 +301,6 @@ class DuoRuntime(EvictingRuntime):
             out.append(attend_lambda(some, k, v, first + at, sinks, recent, self.scale))
         return out[0] if len(out) == 1 else torch.cat(out, 1)
 
-    def choose(
-        self, sequence: Sequence, layer: int, parts: list[Part], step: Step | None
-    ) -> list[tuple[Part, torch.Tensor]]:
-        """Everything, or the sinks and the newest."""
-        return [
-            (part, everything(part) if self.sees_all(layer, part.heads) else self._ends(part))
-            for part in parts
-        ]
-
     def _ends(self, part: Part) -> torch.Tensor:
         """Index [h, n] of the sinks and the newest tokens, ascending by position."""
         order = torch.argsort(part.positions, dim=1)
@@ -281,7 +310,7 @@ class DuoRuntime(EvictingRuntime):
     def forget_read(self, b: int, sequence: Sequence) -> None:
         """Of a chunk the next one sees no more in streaming heads."""
         sequence.allot(self.method.budgets(self.plan, sequence.length))
-        self.fold(b, None, self.choose)
+        self.fold(b, None, None)
 
     def trim(self, rows: Rows, budget: int, sequence: Sequence, layer: int) -> Rows:
         """Drop the oldest token of streaming heads that is no sink."""

@@ -192,6 +192,27 @@ class Rows:
             found.scores[:, :, :count] = part.scores.gather(2, groups)
         return found
 
+    @classmethod
+    def copied(cls, part: Part, goal: int) -> Rows:
+        """New Rows of all of a part, with the room of a store that was made with `goal` rows."""
+        count = part.k.shape[1]
+        found = cls.empty(part, count, reserved(goal, goal), goal)
+        pairs = (found.k, part.k), (found.v, part.v), (found.positions, part.positions)
+        for mine, theirs in pairs:
+            mine[:, :count] = theirs
+        return found
+
+    def count_written(self, part: Part, goal: int) -> bool:
+        """Count the rows of a part that was written behind those held, in this very store, as if it
+        had been made with `goal` rows; False where it was not, or room is for another number.
+        """
+        here = self.k.data_ptr() == part.k.data_ptr() and self.v.data_ptr() == part.v.data_ptr()
+        if not here or self.k.shape[1] != reserved(goal, goal):
+            return False
+        self.held, self.base = part.k.shape[1], goal
+        self.positions[:, : self.held] = part.positions
+        return True
+
     def put(self, k: torch.Tensor, v: torch.Tensor, position: int) -> None:
         """Write a new token's k, v [h, D] behind the others; it counts once `held` says so."""
         self.k[:, self.held], self.v[:, self.held] = k, v
