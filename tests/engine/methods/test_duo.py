@@ -186,9 +186,9 @@ def test_streaming_heads_read_no_more_than_sinks_and_window(forget):
         attended = []
         plain = session.runtime.attend_step
 
-        def look(sequence, layer, q, k, v, positions, at):
+        def look(sequence, layer, q, k, v, positions, at, softmax):
             attended.append((k.shape[1], at))
-            return plain(sequence, layer, q, k, v, positions, at)
+            return plain(sequence, layer, q, k, v, positions, at, softmax)
 
         session.prefill(random_ids(300), lambda _: held.append(sizes(session)))
         session.runtime.attend_step = look
