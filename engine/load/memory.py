@@ -85,8 +85,7 @@ def memory_items(
     if needs.forgets:
         bank, bank_note = _waiting_item(config, needs, size, chunk, context)
     scratch = scratch_bytes(scratch_shape(config, needs, context, dtype), device, backend)
-    widest = max(config.heads_of(layer)[1] for layer in config.attending_layers)
-    ring = len(config.attending_layers) * RING * config.num_heads * widest * size
+    ring = RING * _query_bytes(config, size)
     store = needs.store_bytes
     if needs.one_chunk:
         chunk = context
@@ -119,6 +118,12 @@ def _again_item(config: ModelConfig, needs: Needs, size: int) -> tuple[Item, ...
     return (("repeating", rows * config.kv_bytes(size), note),)
 
 
+def _query_bytes(config: ModelConfig, size: int) -> int:
+    """Return the bytes of one token's queries of all layers, each as wide as the widest head."""
+    widest = max(config.heads_of(layer)[1] for layer in config.attending_layers)
+    return len(config.attending_layers) * config.num_heads * widest * size
+
+
 def _waiting(needs: Needs, chunk: int, context: int) -> int:
     """Return the most rows of a layer that wait for the store of a method that forgets."""
     return min(context, min(chunk, context) + needs.waiting)
@@ -147,7 +152,7 @@ def _forgetting_items(
         return ()
     points = min(STORES, savepoints) if needs.point_bytes else 0
     # with the newest queries before rotation, which no full attention can compute again, and logits
-    point = needs.point_bytes + len(config.attending_layers) * MOST_WINDOW * config.q_size * size
+    point = needs.point_bytes + MOST_WINDOW * _query_bytes(config, size)
     point += 4 * config.vocab_size
     rows = _waiting(needs, chunk, context) + min(needs.retained, context)
     cut = rows * config.kv_bytes(size)

@@ -128,10 +128,10 @@ def decode_logged(
     rows = k[None], v[None]
     if choose(backend, q, lambda: attends(*rows, q.shape[3])) != "native":
         lengths = torch.full((1,), k.shape[1], dtype=torch.int32, device=q.device)
-        alone = decode_dense(
+        out = decode_dense(
             q, *rows, lengths, scale, scratch=scratch, backend=backend, softmax=softmax
         )
-        return alone, None
+        return out, None
     logits = torch.empty(q.shape[2] * k.shape[1])
     out, _ = attend(q[0], k, v, scale, logits=logits, narrow=True, softmax=softmax)
     return out[None], logits.view(len(k), -1, 1, k.shape[1])

@@ -182,6 +182,32 @@ def test_a_budget_that_holds_everything_is_full_attention(llm, method):
         assert 1.0 <= session.stats.resident < 1.05  # with room for tokens to come
 
 
+def shared_llm():
+    """Layers that read the rows of others, and windows with heads of their own, as Gemma 4 has."""
+    config = replace(sliding_config(), row_layers=(0, 1, 1, 0), local_heads=(1, 24))
+    weights = tiny_weights(config)
+    return tiny_llm(Full(), config, weights, max_context=CAPACITY, backend="reference", chunk=64)
+
+
+@EACH
+def test_a_layer_that_reads_anothers_rows_has_a_store_of_its_own(method):
+    llm, ids = shared_llm(), random_ids(402, seed=5)
+    whole = replace(method, tokens=CAPACITY)
+    with llm.session(Full()) as full, llm.session(whole) as session:
+        assert torch.equal(torch.stack(turns(full, ids)), torch.stack(turns(session, ids)))
+    with (
+        llm.session(method) as kept,
+        llm.session(replace(method, forget=True)) as session,
+    ):
+        assert torch.equal(torch.stack(turns(kept, ids)), torch.stack(turns(session, ids)))
+        assert_evicted(session)
+        first, last = (session.runtime.positions(layer) for layer in (0, 3))
+        assert first != last or method.name == "streaming_llm"
+        row = session.loaded.config.kv_bytes(4)
+        assert session.bank.nbytes == session.bank.ring_bytes + 2 * row  # one layer writes rows
+        assert held(session) <= planned(llm.plan(replace(method, forget=True)))
+
+
 # ---------------------------------------------------------------- what is held
 
 
