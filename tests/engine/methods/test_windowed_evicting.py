@@ -182,6 +182,15 @@ def test_a_budget_that_holds_everything_is_full_attention(llm, method):
         assert 1.0 <= session.stats.resident < 1.05  # with room for tokens to come
 
 
+@EACH
+def test_a_bank_in_host_memory_answers_to_the_bit(llm, method):
+    ids = random_ids(402, seed=5)
+    with llm.session(method) as session, llm.session(method, offload="host") as host:
+        assert torch.equal(torch.stack(turns(session, ids)), torch.stack(turns(host, ids)))
+        assert host.bank.tiered and host.bank.on_host(0) and not host.bank.on_host(1)
+        assert_evicted(host)
+
+
 def shared_llm():
     """Layers that read the rows of others, and windows with heads of their own, as Gemma 4 has."""
     config = replace(sliding_config(), row_layers=(0, 1, 1, 0), local_heads=(1, 24))
