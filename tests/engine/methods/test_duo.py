@@ -250,6 +250,53 @@ def test_a_session_from_nothing_and_one_that_goes_on():
         assert len(one) == 60
 
 
+@pytest.mark.parametrize("forget", [False, True])
+def test_an_interrupted_prompt_goes_on_or_is_answered(forget):
+    """Stores had room for the whole; what is held afterwards is what is declared."""
+    method, ids = Duo(gates=duo_gates(), sinks=3, recent=40, forget=forget), random_ids(330)
+    for until in (300, 0):
+        with llm_of().session(method) as session, llm_of().session(method) as fresh:
+
+            def stop(_, session=session):
+                if len(session) >= 128:
+                    raise KeyboardInterrupt
+
+            with pytest.raises(KeyboardInterrupt):
+                session.prefill(ids[:300], stop)
+            read = len(session)
+            assert 0 < read < 300
+            if until:
+                found, expected = session.prefill(ids[read:300]), fresh.prefill(ids[:300])
+            else:
+                fresh.prefill(ids[:read])
+                found, expected = session.decode(ids[read]), fresh.decode(ids[read])
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+            layers = range(session.plan.num_layers)
+            assert [session.runtime.positions(i) for i in layers] == [
+                fresh.runtime.positions(i) for i in layers
+            ]
+            assert session.stats.store_bytes == fresh.stats.store_bytes
+
+
+def test_no_chunk_copies_what_whole_heads_hold():
+    """The same memory from the first chunk to the last step that it has room for."""
+    method, places = Duo(gates=duo_gates(), sinks=3, recent=40, forget=True), []
+    with llm_of().session(method) as session:
+
+        def look(_=None):
+            layers = session.runtime.sequences[0].layers
+            whole = [rows for layer in layers for rows in layer if rows.held > 43]
+            places.append(tuple(rows.k.data_ptr() for rows in whole))
+
+        session.prefill(random_ids(300), look)
+        for token in random_ids(15, seed=1):
+            session.decode(token)
+            look()
+        assert len(places) > 15 and len(set(places)) == 1 and len(places[0]) == 7
+        session.decode(1), look()
+        assert places[-1] != places[0]
+
+
 # ---------------------------------------------------------------- files
 
 
