@@ -2,7 +2,8 @@
 tools/studies/duo_gates.py, which also names the model that it was made for.
 
 Source: mit-han-lab/duo-attention, attn_patterns/*/full_attention_heads.tsv: a line per layer, a
-number per K/V head, as numpy.savetxt writes them, between tabs or spaces.
+number per K/V head, as numpy.savetxt writes them, between tabs or spaces. The last step of training
+leaves some a little outside of 0 to 1; they are clipped, as its authors do.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ Facts = tuple[tuple[str, Any], ...]  # (name, value) of a model's numbers
 
 FORMAT = 1
 LIMIT = 4 << 20  # bytes; 128 layers of 128 heads at 25 characters a gate take 410 KB
+STEP = 0.02  # of the published training, which clips before a step
 MOST = 4096  # layers, and K/V heads of a layer
 HOW = (
     "make them in a clone: python -m tools.studies.duo_gates --model FOLDER; or take the model's "
@@ -137,9 +139,10 @@ def _lines(text: str) -> list[str]:
 
 
 def _line(path: Path, number: int, line: str) -> list[float]:
-    """The numbers of one layer of a published table."""
+    """The numbers of one layer of a published table, clipped where they are a STEP outside."""
     try:
-        return [float(word) for word in line.split()]
+        gates = [float(word) for word in line.split()]
+        return [min(1.0, max(0.0, x)) if -STEP <= x <= 1 + STEP else x for x in gates]
     except ValueError:
         raise SettingError(
             f"gates: {path}: found {shown(line.strip())} as layer {number}, expected a number for "

@@ -337,6 +337,9 @@ def test_gates_come_from_both_kinds_of_files(tmp_path):
     assert Duo(gates=table) == Duo(gates=str(table)) == Duo(gates=gates)
     np.savetxt(table, np.array(gates), delimiter=" ")
     assert read_gates(table) == (gates, ())
+    # as published: the last step of a training went past the ends
+    table.write_text("8.59375000e-01\t-9.25064086e-05\n1.00146484e+00\t1.17675781e-01\n")
+    assert read_gates(table)[0] == ((0.859375, 0.0), (1.0, 0.117675781))
     ours.write_text(gates_text(gates, config, {"made_by": "a test"}))
     method = Duo(gates=ours)
     assert method.gates == gates and method.made_for == facts_of(config)
