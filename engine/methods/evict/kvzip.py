@@ -21,10 +21,10 @@ from engine.bank.base import Bank, Step
 from engine.base.checks import integer, one_of
 from engine.base.errors import SettingError
 from engine.methods.base import Encode, Pass, Runtime, Setup
-from engine.methods.evict.shared.repetition import Repeating, Repetition
+from engine.methods.evict.repeating.repetition import Repeating, Repetition
+from engine.methods.evict.repeating.shares import counts_of_best
 from engine.methods.evict.shared.runtime import Chooser, EvictingRuntime, everything
 from engine.methods.evict.shared.settings import Evicting
-from engine.methods.evict.shared.shares import counts_of_best
 from engine.methods.evict.shared.store import Part, Rows, Sequence, best
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan

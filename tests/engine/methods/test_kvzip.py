@@ -15,7 +15,7 @@ import torch
 from engine.base.errors import SettingError
 from engine.methods.evict import kvzip
 from engine.methods.evict.kvzip import KVzip
-from engine.methods.evict.shared.shares import counts_of_best
+from engine.methods.evict.repeating.shares import counts_of_best
 from engine.methods.full import Full
 from engine.runner.passes import passes
 from kernels.select import column_sums
