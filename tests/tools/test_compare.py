@@ -421,7 +421,7 @@ def storages(thing, seen, skip):
     if isinstance(thing, dict):
         inside = thing.values()
     elif isinstance(thing, (list, tuple, set)):
-        inside = thing
+        inside = [*thing, *vars(thing).values()] if hasattr(thing, "__dict__") else thing
     elif type(thing).__module__.startswith(("engine", "kernels")):
         inside = [getattr(thing, name) for name in vars(thing)]
     else:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from engine.bank.base import Bank, Step
 from engine.methods.base import Method, Runtime, Setup
+from engine.methods.evict.shared.settings import Evicting
 from engine.model.config.config import ModelConfig
 from engine.plan.filter_layers import FilterLayers
 from engine.plan.layers import Group, LayerPlan, Role
@@ -51,6 +52,8 @@ class KeepsDense(Method):
         return without(self.inner.plan(config), self.layers)
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        if isinstance(self.inner, Evicting):
+            plan = self.inner.plan(config)
         return self.inner.needs(plan, config, capacity, itemsize)
 
     def dense_below_tokens(
@@ -68,6 +71,8 @@ class KeepsDense(Method):
         self.inner.validate_switch(length)
 
     def runtime(self, setup: Setup) -> Runtime:
+        if isinstance(self.inner, Evicting):  # its stores are of all layers all the same
+            setup = replace(setup, plan=self.inner.plan(setup.config))
         runtime = self.inner.runtime(setup)
         runtime.__class__ = kept_class(type(runtime))
         runtime.kept = frozenset(self.layers)  # type: ignore[attr-defined]

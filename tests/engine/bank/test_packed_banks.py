@@ -8,6 +8,7 @@ memory, in a file or in a fork, a plan that counts other bytes than are allocate
 import pytest
 import torch
 
+import engine.bank.chunk_bank
 import engine.bank.device
 import engine.bank.row_layout
 import engine.bank.window_ring
@@ -23,7 +24,13 @@ from kernels.rows.forms import DTYPES, FORMS, as_bytes, row_widths, unpack, unpa
 from tests.builders import POCKET, random_ids, session_config, tiny_config, tiny_llm
 from tests.engine.methods.method_table import TABLE, every, fitted
 
-WRITERS = engine.bank.device, engine.bank.row_layout, engine.bank.window_ring, kernels.layer.store
+WRITERS = (
+    engine.bank.chunk_bank,
+    engine.bank.device,
+    engine.bank.row_layout,
+    engine.bank.window_ring,
+    kernels.layer.store,
+)
 HEAD_DIM = 32  # the least that every form divides
 SPARSE = OmniKV(filter_layers=(1, 4), tokens=24, tail=64, dense_below=0)
 SHARES = {"int8": 40 / 128, "int4": 48 / 256, "fp8": 40 / 128}

@@ -445,6 +445,10 @@ TABLE = (
 )
 
 
+# gates are of a model of its own depth
+ANY_MODEL = tuple(row for row in TABLE if not row.by_head)
+
+
 def every(kind=lambda row: True):
     """(id, row, method) of every setting of the table's rows of a kind that reads less; a row
     without any counts by its neutral one.
