@@ -18,7 +18,7 @@ import torch
 from engine.bank.base import Bank, SparseRows, Step, StepRows
 from engine.bank.window_ring import DEFAULT_CHUNK, WindowRing, window_rings
 from engine.base.errors import SettingError
-from engine.base.interrupts import complete
+from engine.base.interrupts import complete, put_back
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.placement import Placement
@@ -279,16 +279,8 @@ class ChunkBank(Bank):
     def replaying(self, n: int) -> Iterator[None]:
         # a step's row has a place of its own, but for those of windows
         views = [view for ring in self._windows.values() for view in ring.rows_of(n - 1)]
-        rows = [view.clone() for view in views]
-
-        def restore() -> None:
-            for view, row in zip(views, rows):
-                view.copy_(row)
-
-        try:
+        with put_back(views):
             yield
-        finally:
-            complete(restore)
 
     def rewind(self, n: int, broken: bool = False) -> None:
         for ring in self._windows.values():

@@ -17,7 +17,7 @@ import torch
 from engine.bank.base import Bank, SparseRows, Step, StepRows
 from engine.bank.recurrent.state import RecurrentState
 from engine.bank.window_ring import DEFAULT_CHUNK, WindowRing, window_rings
-from engine.base.interrupts import complete
+from engine.base.interrupts import put_back
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.placement import Placement
@@ -217,16 +217,8 @@ class DeviceBank(Bank):
         views += [view for ring in self._rings.values() for view in ring.rows_of(n - 1)]
         if self.recurrent is not None and n <= self.recurrent.length:
             views += self.recurrent.row(n - 1)
-        rows = [view.clone() for view in views]
-
-        def restore() -> None:
-            for view, row in zip(views, rows):
-                view.copy_(row)
-
-        try:
+        with put_back(views):
             yield
-        finally:
-            complete(restore)
 
     def rewind(self, n: int, broken: bool = False) -> None:
         for ring in self._rings.values():

@@ -1,6 +1,9 @@
 """Completion of short work that an interrupt must not leave half done."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
 
 
 def complete(work: Callable[[], object]) -> None:
@@ -12,3 +15,20 @@ def complete(work: Callable[[], object]) -> None:
     except BaseException:
         work()
         raise
+
+
+@contextlib.contextmanager
+def put_back(views: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Give tensors of any shapes their values of before at the end, whatever was written to them,
+    and whatever ends it.
+    """
+    before = [view.clone() for view in views]
+
+    def restore() -> None:
+        for view, values in zip(views, before):
+            view.copy_(values)
+
+    try:
+        yield
+    finally:
+        complete(restore)

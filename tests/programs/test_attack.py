@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.rows.forms import FORMS
-from tests.engine.methods.method_table import ANY_MODEL
+from tests.engine.methods.method_table import TABLE
 from tests.programs.attack.__main__ import BATCH, failure, main, report
 from tests.programs.attack.batch import METHODS, WORLDS, BatchCounts
 from tests.programs.attack.batch import operations as batch_operations
@@ -46,7 +46,7 @@ def test_batches(group):
 
 def test_batches_know_every_method():
     """Those of the table, which is held against the registry, and exact mode."""
-    assert {name for name, _ in METHODS} == {row.name for row in ANY_MODEL} | {"exact"}
+    assert {name for name, _ in METHODS} == {row.name for row in TABLE} | {"exact"}
     assert len(WORLDS) == 4
 
 

@@ -52,9 +52,7 @@ class KeepsDense(Method):
         return without(self.inner.plan(config), self.layers)
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
-        if isinstance(self.inner, Evicting):
-            plan = self.inner.plan(config)
-        return self.inner.needs(plan, config, capacity, itemsize)
+        return self.inner.needs(self._inner_plan(plan, config), config, capacity, itemsize)
 
     def dense_below_tokens(
         self, plan: LayerPlan, config: ModelConfig, itemsize: int, device_type: str, capacity: int
@@ -71,12 +69,17 @@ class KeepsDense(Method):
         self.inner.validate_switch(length)
 
     def runtime(self, setup: Setup) -> Runtime:
-        if isinstance(self.inner, Evicting):  # its stores are of all layers all the same
-            setup = replace(setup, plan=self.inner.plan(setup.config))
-        runtime = self.inner.runtime(setup)
+        plan = self._inner_plan(setup.plan, setup.config)
+        runtime = self.inner.runtime(replace(setup, plan=plan))
         runtime.__class__ = kept_class(type(runtime))
         runtime.kept = frozenset(self.layers)  # type: ignore[attr-defined]
         return runtime
+
+    def _inner_plan(self, plan: LayerPlan, config: ModelConfig) -> LayerPlan:
+        """What the inner method is told: of one that evicts its own plan, since a kept layer has a
+        store all the same, which nothing reads.
+        """
+        return self.inner.plan(config) if isinstance(self.inner, Evicting) else plan
 
 
 def without(plan: LayerPlan, layers: tuple[int, ...]) -> LayerPlan:

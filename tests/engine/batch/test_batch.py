@@ -19,12 +19,12 @@ from engine.methods.mass_meter import Watch
 from engine.methods.omnikv.method import OmniKV as Sparse
 from engine.session.session import open_session
 from tests.builders import random_ids, tiny_llm
-from tests.engine.methods.method_table import ANY_MODEL
+from tests.engine.methods.method_table import OF_SESSIONS
 
 SPARSE = OmniKV(filter_layers=(1, 4), tokens=24, dense_below=0)
 OFFICIAL = Sparse(filter_layers=(1, 4), tokens=24, dense_below=0, official=True)
 METHODS = [
-    *(method for row in ANY_MODEL for method in (row.sparse or (row.neutral,))),
+    *(method for row in OF_SESSIONS for method in (row.sparse or (row.neutral,))),
     OFFICIAL,
     Exact(SPARSE),
 ]

@@ -18,10 +18,10 @@ from engine.methods.omnikv.method import OmniKV
 from engine.sampling.params import SamplingParams
 from engine.session.generate import generate
 from tests.builders import random_ids, tiny_llm
-from tests.engine.methods.method_table import ANY_MODEL
+from tests.engine.methods.method_table import OF_SESSIONS
 
 SPARSE = OmniKV(filter_layers=(1, 4), tokens=24, dense_below=0)
-METHODS = [row.sparse[0] if row.sparse else row.neutral for row in ANY_MODEL] + [Exact(SPARSE)]
+METHODS = [row.sparse[0] if row.sparse else row.neutral for row in OF_SESSIONS] + [Exact(SPARSE)]
 IDS = random_ids(100, seed=1)
 
 

@@ -53,6 +53,7 @@ from engine.methods.select.pod import PodUntrained
 from engine.methods.select.quest import Quest
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.plan.layers import tail_start
+from tests.builders import SESSION_MODEL
 
 CAPACITY = 512  # of the sessions that the table is run on
 PLANTED = 8  # tokens that U8 plants: every budget in the table has room for them
@@ -445,8 +446,19 @@ TABLE = (
 )
 
 
-# gates are of a model of its own depth
-ANY_MODEL = tuple(row for row in TABLE if not row.by_head)
+def rows_for(layers, kv_heads=2):
+    """The table for a model of so many layers and K/V heads."""
+    return tuple(
+        replace(
+            row,
+            neutral=fitted(row.neutral, layers, kv_heads),
+            sparse=tuple(fitted(method, layers, kv_heads) for method in row.sparse),
+        )
+        for row in TABLE
+    )
+
+
+OF_SESSIONS = rows_for(SESSION_MODEL["layers"])  # for the model of `tiny_llm(method)`
 
 
 def every(kind=lambda row: True):

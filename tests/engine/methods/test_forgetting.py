@@ -41,10 +41,10 @@ def forgetting(method):
     return replace(method, forget=True)
 
 
-def turns(session, ids, most=None):
+def turns(session, ids, most=None, first=300):
     """Two prompts and two answers up to `most` tokens: logits of every call."""
     found, at = [], 0
-    for prompt, answer in ((300, 6), (90, 6)):
+    for prompt, answer in ((first, 6), (90, 6)):
         part = ids[at : at + prompt][: None if most is None else max(0, most - at)]
         if part:
             found.append(session.prefill(part))

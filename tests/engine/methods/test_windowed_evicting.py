@@ -28,6 +28,7 @@ from tests.engine.methods.method_checks import allocated
 from tests.engine.methods.method_table import CAPACITY, every
 from tests.engine.methods.official_simulation import Model, Shape
 from tests.engine.methods.test_evicting_simulation import METHODS
+from tests.engine.methods.test_forgetting import turns
 from tests.engine.methods.test_newer_evicting import RULES
 from tests.engine.methods.windowed_simulation import NewWindowedConversation, WindowedConversation
 
@@ -77,20 +78,6 @@ def llm():
 
 
 LONG, SECOND = 640, 736  # where the prompts of `turns` end, if the first is long
-
-
-def turns(session, ids, most=None, first=300):
-    """Two prompts and two answers up to `most` tokens: logits of every call."""
-    found, at = [], 0
-    for prompt, answer in ((first, 6), (90, 6)):
-        part = ids[at : at + prompt][: None if most is None else max(0, most - at)]
-        if part:
-            found.append(session.prefill(part))
-        at += prompt
-        for token in ids[at : at + answer][: None if most is None else max(0, most - at)]:
-            found.append(session.decode(token))
-        at += answer
-    return found
 
 
 def assert_evicted(session):

@@ -16,7 +16,7 @@ from engine.base.errors import SettingError
 from engine.methods.exact import Exact
 from engine.methods.full import Full
 from tests.builders import random_ids, tiny_llm
-from tests.engine.methods.method_table import ANY_MODEL
+from tests.engine.methods.method_table import OF_SESSIONS
 
 IDS = random_ids(90)
 
@@ -35,7 +35,7 @@ def no_collector():
 
 CASES = [
     (row.sparse[0] if row.sparse else row.neutral, ("device", "host")[number % 2])
-    for number, row in enumerate(ANY_MODEL)
+    for number, row in enumerate(OF_SESSIONS)
 ]
 # drafts of two tokens: whether they would pay is no matter here
 CASES += [
@@ -67,7 +67,7 @@ def test_a_session_that_went_back_and_on_is_freed_without_the_collector(llm):
     session = llm.session(offload="host")
     session.prefill(IDS)
     copy = session.fork()
-    for row in ANY_MODEL:
+    for row in OF_SESSIONS:
         with contextlib.suppress(SettingError):  # those that read prompts in their own way
             copy.set_method(row.sparse[0] if row.sparse else row.neutral)
             copy.decode(1)

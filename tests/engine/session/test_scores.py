@@ -14,7 +14,7 @@ import engine.forward.scores
 from engine import EngineError, Full
 from engine.forward.scores import PromptScores
 from tests.builders import VOCAB, random_ids, session_config, tiny_llm
-from tests.engine.methods.method_table import ANY_MODEL
+from tests.engine.methods.method_table import OF_SESSIONS
 
 
 def stepwise(llm, ids):
@@ -46,7 +46,7 @@ def test_scores_are_those_of_steps(length, windows):
     assert llm.score(ids).top_logprobs == [[]] * length
 
 
-@pytest.mark.parametrize("row", ANY_MODEL, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", OF_SESSIONS, ids=lambda row: row.name)
 def test_a_scored_prompt_is_read_as_every_other(row):
     """The last token's logits, and the steps behind it: what a method keeps is the same."""
     method = row.sparse[0] if row.sparse else row.neutral

@@ -16,12 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from kernels.recurrent.delta import Tail, gated_delta_chunk
 from kernels.recurrent.step import Held, NetWeights, net_step
-from tests.kernels.support.kernel_checks import ORDERS, assert_close, worst
+from tests.kernels.support.kernel_checks import assert_close, worst
 
 RING, EPS, UNIT = 32, 1e-6, 1e-6
-# Of the deltas on tensor cores, where keys are equal: the kernel multiplies by an inverse and plain
-# torch solves. Over 60 draws its error was 1.6 times plain torch's in the median and 3.8 at most.
-INVERTED = 4
+# Orders of summation in which plain torch is tried. A delta of equal keys is a difference of nearly
+# equal numbers: one order's error lies anywhere in a range of three to one.
+TURNS = 16
 HOSTILE = ("plain", "kept", "forgotten", "mixed", "zero keys", "same keys", "long decay")
 
 
@@ -290,7 +290,7 @@ def check_chunk(
         plain, *others = (
             _turned(given, keep, form, shift)
             for form in ("cpu", "reference")
-            for shift in (range(ORDERS) if form == "cpu" else (0,))
+            for shift in (range(TURNS) if form == "cpu" else (0,))
         )
     what = f"{kind} {shape} {dtype} {count} tokens, {keep} kept"
     assert torch.equal(state, before), what
@@ -299,7 +299,6 @@ def check_chunk(
     forms = ((*form[:2], form[2].deltas) for form in (found, plain, *others))
     for oracle, mine, *theirs in zip(oracles, *forms, strict=True):
         if oracle.numel():
-            times = INVERTED if products and oracle is oracles[2] else 2
-            assert_close(mine, oracle, worst(oracle, theirs), torch.float32, what, times)
+            assert_close(mine, oracle, worst(oracle, theirs), torch.float32, what)
     assert torch.equal(found[2].decays, plain[2].decays), what
     torch.testing.assert_close(found[2].keys, plain[2].keys, rtol=1e-6, atol=1e-6)

@@ -20,7 +20,7 @@ from engine.methods.select.quest import Quest
 from engine.runner.rewind import replay
 from engine.session.session import Session
 from tests.builders import session_config, tiny_llm
-from tests.engine.methods.method_table import ANY_MODEL
+from tests.engine.methods.method_table import rows_for
 from tests.programs.attack.answers import VOCAB, Wrong
 from tests.programs.attack.interrupt import PLACES, Interrupt, interrupted_after
 from tests.programs.attack.model import TOLERANCE, WINDOW
@@ -30,7 +30,7 @@ CAPACITY = 288
 LAYERS = 6
 SPARSE = OmniKV(filter_layers=(1, 4), tokens=20, tail=64, dense_below=0)
 METHODS = [
-    *((row.name, method) for row in ANY_MODEL for method in row.sparse or (row.neutral,)),
+    *((row.name, method) for row in rows_for(LAYERS) for method in row.sparse or (row.neutral,)),
     ("exact", Exact(SPARSE, draft=3)),
     ("exact", Exact(SPARSE, draft="auto")),
     ("exact", Exact(Quest(tokens=80, page=8), draft=2, lookup=False)),

@@ -12,7 +12,7 @@ from engine.llm import LLM
 from engine.methods.mass_meter import Watch
 from engine.session.session import Session
 from tests.builders import session_config, tiny_llm
-from tests.engine.methods.method_table import ANY_MODEL
+from tests.engine.methods.method_table import OF_SESSIONS
 from tests.programs.attack.answers import VOCAB, Answers, Broken, Wrong
 from tests.programs.attack.interrupt import PLACES, Interrupt, interrupted_after
 from tests.programs.attack.model import Model, Under, differences, windows
@@ -84,7 +84,9 @@ def operations(seed: int) -> list[Operation]:
 
 def pick(rng: random.Random, looks_back: bool = False) -> Under:
     """A method of the table. looks_back: of those that read past queries."""
-    rows = [row for row in ANY_MODEL if not looks_back or any(max(windows(m)) for m in row.sparse)]
+    rows = [
+        row for row in OF_SESSIONS if not looks_back or any(max(windows(m)) for m in row.sparse)
+    ]
     row = rng.choice(rows)
     method = rng.choice(row.sparse or (row.neutral,))
     if row.evicts and rng.random() < 0.6:
