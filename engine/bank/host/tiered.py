@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -444,7 +445,10 @@ class TieredBank(Bank):
 
     def close(self) -> None:
         """Give all memory back, once every transfer in flight has landed."""
-        self._end()
+        if (alive := self._end.peek()) is not None:
+            _, give_back, given, _ = alive
+            complete(partial(give_back, *given))
+            self._end.detach()  # only now: an interrupt would leave what is never given back
         for part in (self._resident, self._writer, self._blocks, self._whole):
             part.close()
         self._sets, self._set_of = [], {}

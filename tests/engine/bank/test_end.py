@@ -15,6 +15,7 @@ from engine.bank.host.tiered import _give_back
 from engine.bank.pool.host_pool import HostPool
 from engine.bank.pool.pinned_memory import Allocator, registered
 from tests.builders import random_ids, tiny_llm
+from tests.engine.bank.test_block_table import interrupted
 from tests.engine.bank.test_pinned_memory import Registrar
 from tests.fake_gpu import FakeGPU
 
@@ -68,3 +69,20 @@ def test_a_pool_waits_for_every_card_in_use_before_it_unlocks(held):
     gc.collect()
     before = order[: order.index("unlock")]  # another test's pool may end here too
     assert len(before) >= 2 and set(before) == {"1"}
+
+
+def test_an_interrupt_of_a_close_leaves_nothing_taken():
+    """At any line, as in a change to a method that frees the bank, which then closes it again."""
+    pool = HostPool(slab_bytes=1 << 22)
+    llm = tiny_llm(METHOD, offload="host", max_context=512, host_pool=pool)
+    for line in range(1, 200):
+        session = llm.session()
+        session.prefill(random_ids(100))
+        bank = session.bank
+        assert pool.in_use > 0
+        hit = interrupted(bank.close, line)
+        bank.close()
+        assert pool.in_use == 0, f"line {line}"
+        if not hit:
+            assert line > 5
+            return
