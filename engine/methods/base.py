@@ -470,6 +470,12 @@ class Runtime:
         """
         return None
 
+    def savepoint(self) -> Any:
+        """Return the `state` that a session keeps of a prompt's end, for `load` by this runtime
+        while it goes on from there; by default all of it.
+        """
+        return self.state()
+
     def load(self, state: Any, length: int | None) -> None:
         """Go back to a `state` taken when the bank held `length` tokens (None: a copy)."""
 

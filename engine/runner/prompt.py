@@ -73,7 +73,7 @@ def ended(
         # a short prompt's window holds queries of the answer before it
         if ring.high == length and (own or length - start < needs.window):
             ring.keep()
-    return Savepoint(start, length, runtime.state(), logits, more, switched)
+    return Savepoint(start, length, runtime.savepoint(), logits, more, switched)
 
 
 def restore_window(session: SessionState) -> None:

@@ -173,7 +173,7 @@ class Duo(Evicting):
     def point_bytes(
         self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int
     ) -> int:
-        rows = self._total(plan, config, capacity, min(capacity, self.sinks + self.recent))
+        rows = self._total(plan, config, 0, min(capacity, self.sinks + self.recent))
         return rows * row_bytes(config, itemsize, 0)
 
     def store_bytes(
@@ -200,9 +200,12 @@ class Duo(Evicting):
 
 
 class DuoRuntime(EvictingRuntime):
-    """One session's stores: in each layer Rows for every run of K/V heads of one kind."""
+    """One session's stores: in each layer Rows for every run of K/V heads of one kind. Rows of
+    retrieval heads never change, so that a savepoint has their number.
+    """
 
     method: Duo
+    counts_kept = True
 
     def runs(self, layer: int) -> list[slice]:
         """Neighbouring K/V heads of one kind."""
@@ -319,13 +322,32 @@ class DuoRuntime(EvictingRuntime):
             rows.drop_least(self.setup.backend, keep_below=self.method.sinks)
         return rows
 
+    def savepoint(self) -> Any:
+        return self.state_of(self._kept_of)
+
+    def _kept_of(self, layer: int, rows: Rows) -> Any:
+        grown = self.method.forget and self.sees_all(layer, rows.heads)
+        return rows.count() if grown else rows.state(self.method.forget)
+
+    def rebuilt(self, layer: int, number: int, state: Any, most: int | None) -> Rows:
+        if type(state[2]) is not int:
+            return super().rebuilt(layer, number, state, most)
+        layers = self.sequences[0].layers
+        if layers is None:
+            raise ValueError("layers")  # of a file: no session goes back to rows that it dropped
+        return layers[layer][number].first(state)
+
     def restored(self, state: Any, length: int) -> Any:
         """Of both kinds no other rows than they keep."""
         state, most = super().restored(state, length), self.method.sinks + self.method.recent
         for layer, parts in enumerate(state[3] or ()):
             for part, heads in zip(parts, self.runs(layer), strict=True):
                 held = length if self.sees_all(layer, heads) else min(length, most)
-                if part[:2] != (heads.start, heads.stop) or part[2].shape[1] != held:
+                whole = type(part[2]) is int
+                if whole and not self.sees_all(layer, heads):
+                    raise ValueError("heads")
+                count = part[2] if whole else part[2].shape[1]
+                if part[:2] != (heads.start, heads.stop) or count != held:
                     raise ValueError("heads")
         return state
 

@@ -297,6 +297,59 @@ def test_no_chunk_copies_what_whole_heads_hold():
         assert places[-1] != places[0]
 
 
+# ---------------------------------------------------------------- going back
+
+
+def talked(session, stop, ids):
+    """A session that has read and answered two prompts, up to `stop` tokens."""
+    for first, last, read in ((0, 120, True), (120, 126, False), (126, 190, True)):
+        part = ids[first : min(last, stop)]
+        if part and read:
+            session.prefill(part)
+        for token in () if read else part:
+            session.decode(token)
+    for token in ids[190:stop]:
+        session.decode(token)
+    return session
+
+
+def positions(session):
+    return [session.runtime.positions(layer) for layer in range(session.plan.num_layers)]
+
+
+def test_a_savepoint_has_the_number_of_whole_rows_and_leads_back_to_them(tmp_path):
+    """Over steps that grow the stores, other tokens after a way back, a fork whose original went
+    back and on, and a file.
+    """
+    llm, ids = llm_of(), random_ids(230, seed=4)
+    method = Duo(gates=duo_gates(), sinks=4, recent=20, forget=True)
+    row = 2 * llm.config.head_dim * 4 + 4
+    with llm.session(method) as session, llm.session(method) as one:
+        talked(session, 230, ids)
+        heads = 2 * llm.config.num_layers
+        streaming = heads - sum(map(sum, session.method.whole))
+        assert session.history.nbytes == 2 * streaming * 24 * row
+        fork = session.fork()
+        talked(one, 200, ids)
+        session.truncate(200)
+        assert torch.equal(session.decode(7), one.decode(7)) and positions(session) == positions(
+            one
+        )
+        for token in random_ids(60, seed=5):  # where other rows were
+            session.decode(token)
+        session.save(tmp_path / "s")
+        back, _ = llm.restore(tmp_path / "s")
+        with llm.session(method) as whole:
+            talked(whole, 230, ids)
+            assert torch.equal(fork.decode(8), whole.decode(8))
+        for other in (fork, back, session):
+            with other, llm.session(method) as fresh:
+                talked(fresh, 128, ids)
+                other.truncate(128)
+                assert torch.equal(other.decode(9), fresh.decode(9))
+                assert positions(other) == positions(fresh)
+
+
 # ---------------------------------------------------------------- files
 
 
@@ -309,6 +362,27 @@ def test_a_saved_session_brings_its_gates(tmp_path):
         with back:
             assert back.method == method
             assert torch.equal(back.decode(5), session.decode(5))
+
+
+@pytest.mark.parametrize("damage", ["numbers alone", "one too many", "of a streaming head"])
+def test_a_file_whose_savepoint_counts_what_is_not_there_is_refused(damage, tmp_path):
+    method = Duo(gates=duo_gates(), sinks=4, recent=20, forget=True)
+    with llm_of().session(method) as session:
+        session.prefill(random_ids(120))
+        runtime = session.runtime
+        at, prompt, budgets, layers, sums = found = runtime.savepoint()
+        if damage == "numbers alone":
+            runtime.state = lambda: found
+        else:
+            whole = damage == "one too many"
+            i = next(i for i, part in enumerate(layers[0]) if (type(part[2]) is int) == whole)
+            held = 121 if whole else 24
+            layers[0][i] = (*layers[0][i][:2], held, None, 0, None)
+            point = replace(session.history.savepoints[-1], state=found)
+            session.history.keep([point])
+        session.save(tmp_path / "s")
+    with pytest.raises(SavedFileError, match="makes no session"):
+        llm_of().restore(tmp_path / "s")
 
 
 @pytest.mark.parametrize("damage", ["a row less", "heads of both kinds in one"])

@@ -43,6 +43,8 @@ class EvictingRuntime(Runtime):
     """
 
     method: Evicting
+    # whether a savepoint has the number of a part's rows alone, where the store keeps those
+    counts_kept = False
 
     def __init__(self, method: Evicting, setup: Setup):
         super().__init__(method, setup)
@@ -387,12 +389,16 @@ class EvictingRuntime(Runtime):
         bank holds them. None where a session that forgets cannot come back here: rows wait for a
         cut, or the step that cuts is yet to come.
         """
-        held, forget = self.sequences[0], self.method.forget
-        if forget and held.length and not self._settled(held):
+        return self.state_of(lambda layer, rows: rows.state(self.method.forget))
+
+    def state_of(self, state: Callable[[int, Rows], Any]) -> Any:
+        """`state`, made of this of the store's parts: (layer, part) -> what `rebuilt` takes."""
+        held = self.sequences[0]
+        if self.method.forget and held.length and not self._settled(held):
             return None
         layers = None
         if held.layers is not None:
-            layers = [[rows.state(forget) for rows in layer] for layer in held.layers]
+            layers = [[state(i, rows) for rows in layer] for i, layer in enumerate(held.layers)]
         prompt = held.since, held.prompt, self.reading, self.total
         return held.length, prompt, list(held.budgets), layers, cloned(held.sums)
 
@@ -420,7 +426,7 @@ class EvictingRuntime(Runtime):
         if len(budgets) != self.plan.num_layers or evicting != self.evicting:
             raise ValueError("budgets")
         scores = self.method.scores_of(self.setup.config)
-        layers = checked_layers(layers, self.setup, scores, length)
+        layers = checked_layers(layers, self.setup, scores, length, self.counts_kept)
         return at, (since, prompt, reading, total), list(budgets), layers, None
 
     def load(self, state: Any, length: int | None) -> None:
@@ -431,11 +437,16 @@ class EvictingRuntime(Runtime):
             found.layers = []
             for layer, parts in enumerate(layers):
                 most = self.method.max_rows(budgets[layer])
-                kv = partial(self._bank_rows, layer)
-                rebuilt = [Rows.rebuild(part, kv, most) for part in parts]
+                rebuilt = [
+                    self.rebuilt(layer, number, part, most) for number, part in enumerate(parts)
+                ]
                 found.layers.append(joined(self.method, rebuilt, self.softmax[layer]))
         self.sequences[0], self.pending = found, {}
         self.reading, self.total = reading, total
+
+    def rebuilt(self, layer: int, number: int, state: Any, most: int | None) -> Rows:
+        """Part `number` of a layer's store, from its state and the bank."""
+        return Rows.rebuild(state, partial(self._bank_rows, layer), most)
 
     def _bank_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.bank is not None

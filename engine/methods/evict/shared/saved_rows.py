@@ -10,10 +10,12 @@ from engine.methods.base import Setup
 from kernels.rows.forms import row_widths
 
 
-def checked_layers(layers: Any, setup: Setup, scores: int, length: int) -> list[list[Any]]:
+def checked_layers(
+    layers: Any, setup: Setup, scores: int, length: int, counts: bool = False
+) -> list[list[Any]]:
     """Return the layers of a state (Rows.state, with rows) at `length` tokens, on the session's
-    device. scores: float32 scores with each row. Raises ValueError if they are no store of such a
-    session.
+    device. scores: float32 scores with each row. counts: whether a part may be the number of its
+    rows (Rows.count). Raises ValueError if they are no store of such a session.
     """
     if not isinstance(layers, list) or len(layers) != setup.config.num_layers:
         raise ValueError("layers")
@@ -21,20 +23,25 @@ def checked_layers(layers: Any, setup: Setup, scores: int, length: int) -> list[
     if any(parts for layer, parts in enumerate(layers) if layer not in evicting):
         raise ValueError("layers")
     return [
-        _checked_layer(parts, setup, scores, length) if layer in evicting else []
+        _checked_layer(parts, setup, scores, length, counts) if layer in evicting else []
         for layer, parts in enumerate(layers)
     ]
 
 
-def _checked_layer(parts: Any, setup: Setup, many: int, length: int) -> list[Any]:
-    found, at = [], 0
+def _checked_layer(parts: Any, setup: Setup, many: int, length: int, counts: bool) -> list[Any]:
+    found: list[Any] = []
+    at = 0
     for first, stop, positions, scores, base, kv in parts:
         whole = type(first) is type(stop) is type(base) is int
         if not (whole and first == at < stop <= setup.config.num_kv_heads):
             raise ValueError("heads")
-        at, count = stop, _checked_positions(positions, stop - first, length)
-        if not 0 <= base <= count:
+        counted, at = counts and type(positions) is int, stop
+        count = positions if counted else _checked_positions(positions, stop - first, length)
+        if not 0 <= base <= count <= length:
             raise ValueError("base")
+        if counted:
+            found.append((first, stop, count, None, base, None))
+            continue
         _require(scores, many > 0, (stop - first, many, count), torch.float32)
         dtype = setup.config.row_dtype(setup.dtype)
         for side, width in zip(kv, row_widths(setup.config.head_dim, dtype), strict=True):

@@ -254,6 +254,19 @@ class Rows:
         heads = self.heads.start, self.heads.stop
         return *heads, self.positions[:, : self.held].clone(), scores, self.base, kv
 
+    def count(self) -> Any:
+        """A `state` of the number of rows alone: for `first` to go back by, while this store grows
+        and none of these rows changes.
+        """
+        return self.heads.start, self.heads.stop, self.held, None, self.base, None
+
+    def first(self, state: Any) -> Rows:
+        """These Rows as they were at a `count`, in the same memory."""
+        _, _, held, _, base, _ = state
+        if held > self.held:
+            raise ValueError("held")
+        return Rows(self.heads, self.k, self.v, self.positions, self.scores, held, base)
+
     @classmethod
     def rebuild(
         cls, state: Any, bank_kv: Callable[[], tuple[torch.Tensor, torch.Tensor]], most: int | None
