@@ -33,6 +33,7 @@ _HOMES = {
     "RoCo": "engine.methods.evict.roco",
     "Scissorhands": "engine.methods.evict.scissorhands",
     "SnapKV": "engine.methods.evict.snapkv",
+    "SnapKVPlus": "engine.methods.evict.snapkv_plus",
     "StreamingLLM": "engine.methods.evict.streaming_llm",
     "VaSE": "engine.methods.evict.vase",
     "Window": "engine.methods.evict.window",

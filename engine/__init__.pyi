@@ -20,6 +20,7 @@ from engine.methods.evict.rkv import RKV as RKV
 from engine.methods.evict.roco import RoCo as RoCo
 from engine.methods.evict.scissorhands import Scissorhands as Scissorhands
 from engine.methods.evict.snapkv import SnapKV as SnapKV
+from engine.methods.evict.snapkv_plus import SnapKVPlus as SnapKVPlus
 from engine.methods.evict.streaming_llm import StreamingLLM as StreamingLLM
 from engine.methods.evict.vase import VaSE as VaSE
 from engine.methods.evict.window import Window as Window

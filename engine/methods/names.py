@@ -32,6 +32,7 @@ NAMES = (
     "roco",
     "scissorhands",
     "snapkv",
+    "snapkv_plus",
     "streaming_llm",
     "tidaldecode",
     "vase",

@@ -15,6 +15,7 @@ from engine.base.errors import BadCheckpoint, SettingError
 from engine.methods.base import Method
 from engine.methods.evict.duo import Duo
 from engine.methods.evict.h2o_plus import H2OPlus
+from engine.methods.evict.snapkv_plus import SnapKVPlus
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.pod import PodUntrained
@@ -194,8 +195,8 @@ def whole_chunks(llm: LLM, method: Method, length: int) -> int:
     return max(0, length - (needs.final_call or 0)) // llm.chunk * llm.chunk
 
 
-def whole_segments(llm: LLM, method: H2OPlus, length: int) -> int:
-    """Tokens of H2O+'s whole segments."""
+def whole_segments(llm: LLM, method: H2OPlus | SnapKVPlus, length: int) -> int:
+    """Tokens of the whole segments of a method that evicts while it reads."""
     segment = method.segment
     assert isinstance(segment, int)  # of a variant that was built
     return length // segment * segment

@@ -26,6 +26,7 @@ from engine import (
     RoCo,
     Scissorhands,
     SnapKV,
+    SnapKVPlus,
     StreamingLLM,
     TidalDecode,
     VaSE,
@@ -181,6 +182,9 @@ REGISTRY: dict[str, Entry] = {
         sparse=False,
     ),
     "snapkv": evicting("SnapKV, chosen by the prompt's last 32 queries", SnapKV),
+    "snapkv_plus": evicting_while_reading(
+        "SnapKV that evicts while it reads, in segments of 2,048", SnapKVPlus, head=whole_segments
+    ),
     "pyramidkv": evicting("PyramidKV, SnapKV with budgets that fall with depth", PyramidKV),
     "ada_snapkv": evicting("Ada-SnapKV, SnapKV with a budget per head", AdaSnapKV),
     "ada_pyramid": evicting("Ada-Pyramid, both", AdaPyramid),

@@ -35,6 +35,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "minference": {},
     "pod_untrained": {},
     "h2o_plus": {"tokens": EVERYTHING, "segment": EVERYTHING},
+    "snapkv_plus": {"tokens": EVERYTHING, "segment": EVERYTHING},
 }
 CHOOSING = {"tail": 64, "dense_below": 0}  # of the methods named omnikv...
 # what has no setting under which it reads everything: its logits must only be finite

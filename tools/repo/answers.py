@@ -58,6 +58,7 @@ SETTINGS = {
     "snapkv": [dict(tokens=96)],
     "h2o": [dict(tokens=64), dict(share=0.2, cut="prefill", gqa_reduce="sum")],
     "h2o_plus": [dict(tokens=64, segment=100)],
+    "snapkv_plus": [dict(tokens=64, segment=100)],
     "streaming_llm": [dict(tokens=64), dict(official=True)],
 }
 OTHERS = [dict(tokens=100)]  # an evicting method that has no row of its own above

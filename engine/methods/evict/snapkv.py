@@ -78,11 +78,16 @@ class SnapRuntime(EvictingRuntime):
     method: SnapKV
 
     def rank(self, sequence: Sequence, layer: int, part: Part, step: Step | None) -> torch.Tensor:
-        """Pooled scores, infinite in the window."""
         assert step is not None, "SnapKV cuts at a prompt's end only"
-        k, window = part.k, min(self.method.window, sequence.length)
+        window = min(self.method.window, sequence.length)
         q = self.newest_queries(sequence, layer, part.heads, window, step)
-        softmax = self.softmax_of(layer, part.heads)
+        return self.scored(layer, part, q)
+
+    def scored(self, layer: int, part: Part, q: torch.Tensor) -> torch.Tensor:
+        """Pooled scores [h, T] of a part by the window's queries q [window, G * h, D]; infinite in
+        the window.
+        """
+        k, window, softmax = part.k, len(q), self.softmax_of(layer, part.heads)
         sums = column_sums(q, k, k.shape[1] - window, self.scale, softmax=softmax)
         scores = reduce_group(sums / window, self.method.gqa_reduce)[:, :-window]
         return functional.pad(self.pooled(scores), (0, window), value=float("inf"))
