@@ -267,6 +267,11 @@ def _method(chat: Chat, rest: str) -> None:
             f"{session.method.name} has freed rows that {method.name} needs: {again:,} tokens are "
             f"read again{reading_time(session, again)}"
         )
+    elif freed := session.frees(method):
+        chat.display.line(
+            f"{method.name} frees the rows that it does not keep of {freed:,} tokens: another "
+            f"method will read them again{reading_time(session, freed)}; forget=False keeps them"
+        )
     # one that sums attention runs the queries once more: between two chunks it can be stopped
     with chat.interrupts:
         session.set_method(method, chat.interrupts.watched(chat.display.reading()))

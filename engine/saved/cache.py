@@ -173,6 +173,8 @@ class BlockCache:
     def note(self, planner: Planner) -> str:
         """Return the line about this cache beside a model; "" if there is none."""
         why = unfit(planner)
+        if not why and getattr(planner.method, "forget", False):
+            why = f"{planner.method.name} frees rows (with forget=False it keeps them all)"
         return f"--cache {self.folder}: nothing is kept or found, because {why}" if why else ""
 
     def path(self, name: str) -> Path:
@@ -265,7 +267,7 @@ class BlockCache:
 
     def storing(self, session: SessionState) -> Iterator[None]:
         """As `store`, one block after the other."""
-        if unfit(session.planner):
+        if unfit(session.planner) or session.bank.forgets:
             return
         written, blocks = 0, _blocks(session.loaded, session.ids, session.origins)
         for number, block in enumerate(blocks):

@@ -26,6 +26,7 @@ from engine.load.options import OFFLOADS
 from engine.load.planner import Planner
 from engine.methods.base import Method
 from engine.plan.layers import LayerPlan
+from engine.plan.needs import Needs
 from engine.plan.placement import Placement
 from engine.plan.prefill_time import Progress
 from engine.runner.extend import decode, prefill, with_logits
@@ -127,11 +128,21 @@ class Session(SessionState):
     def reads_again(self, method: Method) -> int:
         """Return how many tokens `set_method(method)` reads again because their rows are gone."""
         self.require_open()
-        if self.endless:
-            return 0
+        return len(self.ids) if not self.endless and reads_again(self, *self._with(method)) else 0
+
+    def frees(self, method: Method) -> int:
+        """Return how many tokens' rows `set_method(method)` frees but for what it keeps: as many
+        are read again by a change to a method that needs them.
+        """
+        self.require_open()
+        _, needs = self._with(method)
+        return len(self.ids) if needs.forgets and not self.bank.forgets else 0
+
+    def _with(self, method: Method) -> tuple[Method, Needs]:
+        """A method as this session's model resolves it, and what it needs here."""
         method, plan = self.planner.resolve_method(method)
-        needs = method.needs(plan, self.loaded.config, self.capacity, self.loaded.dtype.itemsize)
-        return len(self.ids) if reads_again(self, method, needs) else 0
+        size = self.loaded.dtype.itemsize
+        return method, method.needs(plan, self.loaded.config, self.capacity, size)
 
     def set_backend(self, backend: str) -> None:
         """Continue with other launchers ("auto", "reference", "cpu", "native", "triton") over the

@@ -95,6 +95,7 @@ def _fill(
         return Full()
     names = {field.name for field in dataclasses.fields(cls)}
     offered = dict(filter_layers=filter_layers, tokens=tokens, dense_below=dense_below)
+    offered["forget"] = False  # prompts are synthetic banks
     if "gates" in names:  # heads have no budget of their own there
         del offered["tokens"]
     try:

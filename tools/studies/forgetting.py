@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     before = resident("VmRSS")
     forget_peak()
     llm = opened(args, args.shape, args.tokens)
-    plan, beside = llm.plan(), llm.plan(method=method_of(args.one, args.shape))
+    plan, beside = llm.plan(), llm.plan(method=method_of(args.one, args.shape, forget=False))
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(llm.config.vocab_size, (args.tokens,), generator=generator).tolist()
     with llm.session() as session:

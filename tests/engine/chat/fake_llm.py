@@ -57,6 +57,9 @@ class FakeSession:
     def watch_with(self, watch):
         self.watch = watch
 
+    def frees(self, method):
+        return 0
+
     def reads_again(self, method):
         return 0
 

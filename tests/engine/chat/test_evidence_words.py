@@ -48,7 +48,20 @@ def test_check_under_a_method_that_chooses_nothing_is_in_the_chats_words(said, n
 
 
 def test_what_a_method_cannot_do_is_said_with_a_command_of_the_chat(said, tmp_path):
-    assert "(/method full in the chat, " in said("/method h2o", f"/save {tmp_path / 'a'}")
+    assert "(/method full in the chat, " in said(
+        "/method h2o forget=False", f"/save {tmp_path / 'a'}"
+    )
+
+
+def test_a_change_says_what_going_on_with_another_method_will_cost(said):
+    """Before the rows go, and again before they are read; not where they stay."""
+    freed = "snapkv frees the rows that it does not keep of"
+    err = said("/method snapkv", "/method full")
+    first, again = err.index(freed), err.index("snapkv has freed rows that full needs")
+    assert err.index("another method will read them again") < err.index("SnapKV(") < again
+    assert first < again and "forget=False keeps them" in err
+    err = said("/method snapkv forget=False", "/method full")
+    assert freed not in err and "are read again" not in err
 
 
 def test_pages_that_tie_are_not_ranked(said, tmp_path):

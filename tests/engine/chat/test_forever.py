@@ -73,7 +73,7 @@ def test_what_runs_for_ever(flags, method):
 def test_the_plan_says_the_constant_memory(capsys):
     assert main(["--plan", "--forever"]) == 0
     out = capsys.readouterr().out
-    assert "StreamingLLM(tokens=2048, forget=True)" in out
+    assert "StreamingLLM(tokens=2048)" in out
     assert "without end, in constant memory: 2048 tokens of each layer stay" in out
     assert "fits" in out and "largest context" not in out
     assert main(["--plan", "--forever", "--json"]) == 0

@@ -40,7 +40,9 @@ from engine.methods.evict.random_eviction import RandomEvictionAll
 from engine.methods.evict.rkv import RKV
 from engine.methods.evict.roco import RoCo
 from engine.methods.evict.scissorhands import Scissorhands
+from engine.methods.evict.shared.settings import Evicting
 from engine.methods.evict.snapkv import SnapKV
+from engine.methods.evict.snapkv_plus import SnapKVPlus
 from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.evict.vase import VaSE
 from engine.methods.evict.window import Window
@@ -163,7 +165,7 @@ EVERYTHING = dict(SPARSE, tokens=CAPACITY)
 BY_POSITION = {"U8": "it chooses by position, whatever the scores"}
 OFFICIAL = dict(filter_layers=(1, 4), official=True)
 
-TABLE = (
+ROWS = (
     Row("full", Full()),
     Row(
         "omnikv",
@@ -323,6 +325,14 @@ TABLE = (
         evicts=True,
     ),
     Row(
+        "snapkv_plus",
+        SnapKVPlus(tokens=CAPACITY, segment=CAPACITY),
+        (SnapKVPlus(tokens=96, segment=50), SnapKVPlus(share=0.2, window=8, segment=33)),
+        retained_rows,
+        evicts=True,
+        approximate=True,
+    ),
+    Row(
         "pyramidkv",
         PyramidKV(tokens=CAPACITY),
         (PyramidKV(tokens=100, beta=4), PyramidKV(share=0.3, beta=3)),
@@ -446,16 +456,25 @@ TABLE = (
 )
 
 
-def rows_for(layers, kv_heads=2):
-    """The table for a model of so many layers and K/V heads."""
+def with_bank(method):
+    """A method that evicts, whose bank stays beside its store; others as they are."""
+    return replace(method, forget=False) if isinstance(method, Evicting) else method
+
+
+def changed(change):
+    """The rows, each of their methods changed."""
     return tuple(
-        replace(
-            row,
-            neutral=fitted(row.neutral, layers, kv_heads),
-            sparse=tuple(fitted(method, layers, kv_heads) for method in row.sparse),
-        )
-        for row in TABLE
+        replace(row, neutral=change(row.neutral), sparse=tuple(map(change, row.sparse)))
+        for row in ROWS
     )
+
+
+TABLE = changed(with_bank)  # for tests that look at a bank or spoil it
+
+
+def rows_for(layers, kv_heads=2):
+    """The methods as users have them, for a model of so many layers and K/V heads."""
+    return changed(lambda method: fitted(method, layers, kv_heads))
 
 
 OF_SESSIONS = rows_for(SESSION_MODEL["layers"])  # for the model of `tiny_llm(method)`

@@ -24,7 +24,7 @@ from engine.methods.evict.window import Window
 from engine.saved.container import Reader
 from tests.builders import random_ids, tiny_llm
 from tests.engine.methods.method_checks import allocated, llm_of
-from tests.engine.methods.method_table import CAPACITY, duo_gates, every
+from tests.engine.methods.method_table import CAPACITY, duo_gates, every, with_bank
 
 CONSTANT = (Window(tokens=40), StreamingLLM(tokens=40), LMInfinite(tokens=40))
 KINDS = (
@@ -62,7 +62,7 @@ def turns(session, ids, most=None, first=300):
 def test_every_method_answers_as_with_a_bank_and_holds_what_is_planned(row, method):
     """The same rows, so the same logits; and no more than the plan says, at any chunk's end."""
     llm, ids, most = llm_of(), random_ids(402, seed=5), 0
-    with llm.session(method) as kept, llm.session(forgetting(method)) as session:
+    with llm.session(with_bank(method)) as kept, llm.session(forgetting(method)) as session:
         expected = turns(kept, ids)
 
         def look(_):
@@ -176,7 +176,7 @@ def test_another_method_reads_the_tokens_again_and_says_how_many():
 def test_a_store_is_made_of_another_methods_bank_which_then_goes(method):
     llm, ids = llm_of(), random_ids(300, seed=5)
     with llm.session(Full()) as session, llm.session(Full()) as kept:
-        for one, other in ((session, forgetting(method)), (kept, method)):
+        for one, other in ((session, forgetting(method)), (kept, with_bank(method))):
             one.prefill(ids)
             one.set_method(other)
         for token in (7, 8, 9):
@@ -211,7 +211,7 @@ def test_a_store_is_saved_with_its_rows(method, tmp_path):
         turns(session, ids)
         session.save(path)
         back, _ = llm.restore(path)
-        with back, llm.session(method) as kept:
+        with back, llm.session(with_bank(method)) as kept:
             turns(kept, ids)
             assert path.stat().st_size < kept.bank.nbytes
             for n in (402, 399):
@@ -225,7 +225,7 @@ def test_what_is_not_cut_yet_is_not_saved(tmp_path):
         session.prefill(random_ids(300))
         with pytest.raises(SettingError, match="300 tokens of h2o that are not cut yet"):
             session.save(tmp_path / "session")
-    with llm.session(H2O(tokens=40)) as session:
+    with llm.session(with_bank(H2O(tokens=40))) as session:
         with pytest.raises(SettingError, match="or one with forget=True"):
             session.save(tmp_path / "session")
 

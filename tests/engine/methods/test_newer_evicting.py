@@ -241,7 +241,7 @@ def test_of_what_is_said_again_and_again_the_last_time_is_least_redundant():
 
 def test_vase_keeps_values_of_a_large_range():
     """Whatever the attention: a quarter of the budget, the first tokens among it."""
-    with llm_of().session(VaSE(tokens=80, window=16, every=16)) as session:
+    with llm_of().session(VaSE(tokens=80, window=16, every=16, forget=False)) as session:
         session.prefill(random_ids(300))
         for layer in (3, 6):  # in layer 0 a token has one value, wherever it stands
             v = session.bank.kv(layer)[1][0, :, : 300 - 16]

@@ -48,7 +48,8 @@ def test_snapkv_at_128k_is_planned_for_what_it_keeps():
     """Llama-3-8B, 2,048 tokens kept: .27 GB after the prompt, .13 after an answer of 1,024; it was
     17.6 GB beside a bank of 17.2.
     """
-    plan = LLM("llama-3-8b-262k", method=SnapKV(), max_context=131072, load=False, dtype="bfloat16")
+    method, kept = SnapKV(forget=False), dict(max_context=131072, load=False, dtype="bfloat16")
+    plan = LLM("llama-3-8b-262k", method=method, **kept)
     store = plan.plan().bytes_of("retained rows")
     assert store == (2048 + 1024 + 16) * 32 * 8 * (2 * 128 * 2 + 4)
     assert plan.plan().bytes_of("context bank") > 17e9

@@ -8,6 +8,7 @@ way back over what is gone.
 
 import gc
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ def test_a_stream_is_a_session_with_room_for_all(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         large = LLM.sharing(llm, forever=False, max_context=4096, beyond=True)
-    with llm.session() as stream, large.session(method) as session:
+    with llm.session() as stream, large.session(replace(method, forget=False)) as session:
         assert session.bank.nbytes > 20 * stream.bank.nbytes
         for turn in range(3):
             for prompt, answer in turns(turn):

@@ -25,7 +25,7 @@ from engine.plan.layers import Role
 from engine.plan.needs import RING
 from tests.builders import GROUPS, VOCAB, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_checks import allocated
-from tests.engine.methods.method_table import CAPACITY, every
+from tests.engine.methods.method_table import CAPACITY, every, with_bank
 from tests.engine.methods.official_simulation import Model, Shape
 from tests.engine.methods.test_evicting_simulation import METHODS
 from tests.engine.methods.test_forgetting import turns
@@ -172,6 +172,7 @@ def test_a_budget_that_holds_everything_is_full_attention(llm, method):
 @EACH
 def test_a_bank_in_host_memory_answers_to_the_bit(llm, method):
     ids = random_ids(402, seed=5)
+    method = with_bank(method)
     with llm.session(method) as session, llm.session(method, offload="host") as host:
         assert torch.equal(torch.stack(turns(session, ids)), torch.stack(turns(host, ids)))
         assert host.bank.tiered and host.bank.on_host(0) and not host.bank.on_host(1)
@@ -192,7 +193,7 @@ def test_a_layer_that_reads_anothers_rows_has_a_store_of_its_own(method):
     with llm.session(Full()) as full, llm.session(whole) as session:
         assert torch.equal(torch.stack(turns(full, ids)), torch.stack(turns(session, ids)))
     with (
-        llm.session(method) as kept,
+        llm.session(with_bank(method)) as kept,
         llm.session(replace(method, forget=True)) as session,
     ):
         assert torch.equal(torch.stack(turns(kept, ids)), torch.stack(turns(session, ids)))
@@ -225,7 +226,10 @@ def planned(plan, *names):
 @pytest.mark.parametrize("method", [pytest.param(method, id=row.name) for row, method in ROWS])
 def test_a_session_that_forgets_answers_as_with_a_bank(llm, method):
     ids = random_ids(402, seed=5)
-    with llm.session(method) as kept, llm.session(replace(method, forget=True)) as session:
+    with (
+        llm.session(with_bank(method)) as kept,
+        llm.session(replace(method, forget=True)) as session,
+    ):
         expected, found = turns(kept, ids), turns(session, ids)
         torch.testing.assert_close(torch.stack(found), torch.stack(expected), atol=1e-5, rtol=0)
         for one in (kept, session):

@@ -198,18 +198,19 @@ def test_a_model_whose_rows_are_not_kept_is_told_so(tmp_path):
     )
     dynamic = session_config(rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     for config, why in ((windows, "sliding-window layers"), (dynamic, "dynamic")):
-        said = BlockCache(tmp_path).note(SimpleNamespace(config=config))
+        said = BlockCache(tmp_path).note(SimpleNamespace(config=config, method=Full()))
         assert why in said and str(tmp_path) in said and "\n" not in said
         with tiny_llm(Full(), config, **SETTINGS).session() as session:
             session.prefill(random_ids(300))
             assert BlockCache(tmp_path).store(session) == 0
-    assert BlockCache(tmp_path).note(SimpleNamespace(config=session_config())) == ""
+    fits = SimpleNamespace(config=session_config(), method=Full())
+    assert BlockCache(tmp_path).note(fits) == ""
 
 
 def test_a_method_with_a_store_keeps_its_first_prompt_for_others_and_takes_none(tmp_path):
     """Its later prompts attend to what it has kept."""
     ids = random_ids(900)
-    with llm_of().session(SnapKV(tokens=96)) as session:
+    with llm_of().session(SnapKV(tokens=96, forget=False)) as session:
         session.prefill(ids[:300])
         session.prefill(ids[300:])
         assert BlockCache(tmp_path).store(session) == 1
@@ -218,6 +219,17 @@ def test_a_method_with_a_store_keeps_its_first_prompt_for_others_and_takes_none(
     held, found, fresh = kept(tmp_path, ids, Full(), llm_of())
     with found, fresh:
         assert held == 256 and torch.equal(rows_of(found), rows_of(fresh))
+
+
+def test_a_method_that_forgets_has_no_rows_for_others_and_says_so(tmp_path):
+    method, cache = SnapKV(tokens=96), BlockCache(tmp_path)
+    with llm_of().session(method) as session:
+        session.prefill(random_ids(600))
+        assert cache.store(session) == 0 and cache.fill(session, random_ids(600)) == 600
+        session.truncate(0)
+        assert cache.fill(session, random_ids(600)) == 0
+    said = cache.note(SimpleNamespace(config=session_config(), method=method))
+    assert "snapkv frees rows" in said and "forget=False" in said and "\n" not in said
 
 
 def test_a_file_that_is_no_folder_is_refused(tmp_path):

@@ -167,7 +167,7 @@ def test_what_a_program_adds_comes_back(tmp_path):
             session.save(tmp_path / "s", object())
 
 
-@pytest.mark.parametrize("method", [SnapKV(), InfLLM()], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [SnapKV(forget=False), InfLLM()], ids=lambda m: m.name)
 def test_a_method_with_a_store_of_its_own_is_refused_in_one_line(tmp_path, method):
     with tiny_llm(method, max_context=1024).session() as session:
         session.prefill(random_ids(100))

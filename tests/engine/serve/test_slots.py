@@ -29,7 +29,8 @@ OFFICIAL = OmniKV(filter_layers=(1, 4), tokens=24, official=True)
 EVICTING = {
     "snapkv": SnapKV(tokens=96),
     "streaming_llm": StreamingLLM(tokens=64),
-    "h2o": H2O(tokens=64),
+    # cut by the first step of an answer, so that no prompt's end has a store to go back to
+    "h2o": H2O(tokens=64, forget=False),
     "h2o_plus": H2OPlus(tokens=64, segment=50),
     "infllm": InfLLM(block=8, init=8, local=64, topk=9, representatives=2, cached=12, chunk=32),
 }
@@ -165,8 +166,11 @@ def test_a_conversation_goes_on_where_rows_are_dropped(name):
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o"])
 def test_an_edited_question_goes_on_from_the_last_whole_chunk_before(name):
-    """Nothing is dropped before a prompt's end, so that its parts are those of both."""
-    llm, other = tiny(EVICTING[name]), [*IDS[:280], *TURN]
+    """Nothing is dropped before a prompt's end, so that its parts are those of both, where the bank
+    still has them.
+    """
+    llm = tiny(replace(EVICTING[name], forget=False))
+    other = [*IDS[:280], *TURN]
     with Talk(llm, slots=1) as talk:
         talk.ask(IDS)
         assert talk.ask(other) == (turn_by_turn(llm, other)[0], 256)
@@ -174,7 +178,7 @@ def test_an_edited_question_goes_on_from_the_last_whole_chunk_before(name):
 
 def test_a_prompt_goes_on_only_where_enough_of_it_is_left():
     """Scissorhands notes the last queries of a prompt in one call."""
-    llm = tiny(Scissorhands(tokens=64, history=50))
+    llm = tiny(Scissorhands(tokens=64, history=50, forget=False))
     with Talk(llm, slots=1) as talk:
         for other, held in (([*IDS[:150], 5, 6], 64), ([*IDS[:150], *TURN], 128)):
             talk.ask(IDS)

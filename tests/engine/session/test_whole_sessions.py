@@ -271,7 +271,7 @@ def test_going_back_below_a_switch_reads_nothing_again(llm, monkeypatch):
         session.prefill(IDS[:300])
         fresh.prefill(IDS[:300])
         steps(session)
-        session.set_method(SnapKV(tokens=96))
+        session.set_method(SnapKV(tokens=96, forget=False))
         steps(session)
         assert session.tokens_again(300) == 0
         with monkeypatch.context() as patched:

@@ -89,8 +89,8 @@ def pick(rng: random.Random, looks_back: bool = False) -> Under:
     ]
     row = rng.choice(rows)
     method = rng.choice(row.sparse or (row.neutral,))
-    if row.evicts and rng.random() < 0.6:
-        method = replace(method, forget=True)
+    if row.evicts:
+        method = replace(method, forget=rng.random() < 0.6)
     return Under(method, row)
 
 

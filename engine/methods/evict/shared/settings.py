@@ -28,13 +28,13 @@ ANSWER = 1024
 class Evicting(Method):
     """Budget: tokens | share, at most one, per K/V head and layer; share is of the bank's length at
     the end of the latest prefill. Where neither is given the method's published default holds.
-    forget: free the rows that the store does not take, and keep no bank beside it; going back
-    further than a savepoint, and another method, read the tokens again.
+    forget: free the rows that the store does not take; going back further than a savepoint, and
+    another method, read the tokens again. False: the whole bank stays beside the store.
     """
 
     tokens: int | None = None
     share: float | None = None
-    forget: bool = False
+    forget: bool = True
 
     named = False
     # whether heads of different counts lie in one run (engine/methods/evict/shared/ragged.py)
@@ -231,8 +231,8 @@ class Evicting(Method):
             * row_bytes(config, itemsize, self.scores_of(config))
         )
         return (
-            f"beside the bank, after a prompt of {capacity - answer} tokens and an answer of "
-            f"{answer}; {human(token)} a token of a longer answer"
+            f"{'' if self.forget else 'beside the bank, '}after a prompt of {capacity - answer} "
+            f"tokens and an answer of {answer}; {human(token)} a token of a longer answer"
         )
 
     def validate_switch(self, length: int) -> None:
