@@ -118,12 +118,13 @@ def omnikv_at_bytes(build: Build) -> Build:
 
 
 def evicting_at_bytes(build: Build) -> Build:
-    """Build an evicting method: at the share itself where its store is that part within NEAR, else
-    with the largest budget in tokens that fits.
+    """Build an evicting method that forgets, so that a session holds no more than its store: at the
+    share itself where that is this part within NEAR, else with the largest budget in tokens that
+    fits.
     """
 
     def at_bytes(facts: Facts, part: float) -> Method | str:
-        method = build(facts, part)
+        method = replace(build(facts, part), forget=True)
         if abs(device_share(facts.llm, method, facts.capacity) - part) <= NEAR:
             return method
         # SnapKV's queries, a window beside the sinks
@@ -256,12 +257,12 @@ def pod(facts: Facts, share: float) -> PodUntrained | str:
     return PodUntrained(blocks, recent=max(1, round(share * facts.capacity) - PodUntrained.first))
 
 
-def duo(facts: Facts, part: float) -> Duo | str:
+def duo(facts: Facts, part: float, forget: bool = False) -> Duo | str:
     """Build DuoAttention with the most retrieval heads whose K and V, those of streaming heads
     included, are at most `part` of full attention's. Without gates: how to make them.
     """
     try:
-        method = Duo(gates=Path(facts.llm.folder) / "duo.json")
+        method = Duo(gates=Path(facts.llm.folder) / "duo.json", forget=forget)
         _, layers = facts.llm.resolve_method(method)
     except SettingError as error:
         return str(error)

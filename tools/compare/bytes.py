@@ -94,6 +94,16 @@ def device_share(llm: LLM, method: Method, capacity: int) -> float:
     return (bank + slots) / full_bytes(llm, capacity)
 
 
+def resident(session: Session) -> tuple[int, int]:
+    """(bytes of K and V that a session which forgets has allocated, those of all its tokens so far
+    under full attention).
+    """
+    layers = session.runtime.sequences[0].layers
+    rows = sum(side.nbytes for layer in layers for part in layer for side in (part.k, part.v))
+    full = full_bytes(session.planner, len(session))
+    return rows + session.stats.bank_bytes, full
+
+
 def held(session: Session) -> Held:
     """Held of an open session. Raises AssertionError where the parts do not add up to what is
     allocated.

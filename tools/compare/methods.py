@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from engine import (
     A2SF,
@@ -63,6 +64,7 @@ PAPER_SHARE = 6.67  # per cent: the budget of the first hypothesis
 GROUPS = ("t1", "others", "controls")
 CONTROLS = ("omnikv_random", "omnikv_newest", "omnikv_one")  # the last at one budget only
 EVICTION_CONTROL = "random_eviction_all"  # beside every method that evicts, at its budgets
+PROMPT_KEPT = "random_eviction"  # beside them once: its budget is of an answer
 
 
 @dataclass(frozen=True)
@@ -210,21 +212,20 @@ REGISTRY: dict[str, Entry] = {
         "DuoAttention, whole heads and streaming ones; gates from duo.json "
         "(tools.studies.duo_gates)",
         duo,
-        duo,
+        partial(duo, forget=True),
         reads="own",
         evicts=True,
     ),
     EVICTION_CONTROL: evicting(
         "control: evicts by chance, in prompt and answer", RandomEvictionAll, "controls"
     ),
-    "random_eviction": replace(
-        evicting(
-            "control: evicts by chance in the answer alone; a share is of the prompt's tokens",
-            RandomEviction,
-            "controls",
-        ),
-        at_bytes=keeps_all,
-        sparse=False,
+    PROMPT_KEPT: Entry(
+        "control: evicts by chance in the answer alone, of which 4 to 7 tokens stay",
+        lambda facts, share: RandomEviction(tokens=4, recent=2, every=4, forget=True),
+        group="controls",
+        budget=False,
+        evicts=True,
+        sparse=False,  # a short answer loses nothing
     ),
     "window": evicting_while_reading(
         "window attention, the newest tokens only, in prefill too", Window
@@ -327,8 +328,9 @@ def wanted(
         for budget in beside if REGISTRY[control].budget else [("none", 100.0)]:
             found[(control, *budget)] = None
     for name, *budget in list(found) if controls else ():
-        if entry_of(name).evicts:
+        if entry_of(name).evicts and name != PROMPT_KEPT:
             found[(EVICTION_CONTROL, *budget)] = None
+            found[(PROMPT_KEPT, "none", 100.0)] = None
     return list(found)
 
 

@@ -14,6 +14,7 @@ from engine import LLM, Full
 from engine.session.session import Session
 from tools.banks.registry import REAL, quantiser
 from tools.banks.simulated import simulated
+from tools.compare.bytes import resident
 from tools.compare.kept import inner_of
 from tools.compare.methods import Variant
 from tools.compare.turns import Turns
@@ -33,7 +34,9 @@ class Answer:
     bytes_link: those that crossed from host memory. rows: rows that a layer read, summed over the
     steps: the mean over heads and over the layers that read less than everything, or all rows if
     there is no such layer. chosen: those of `rows` that the budget chose or kept; the others are
-    the tail. context: tokens in the session, summed over the steps.
+    the tail. context: tokens in the session, summed over the steps. decode_cpu: thread CPU seconds of
+    the steps. held, held_of: of a session that forgets, the bytes of K and V that it had allocated
+    after the first step, and full attention's of as many tokens.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -49,6 +52,9 @@ class Answer:
     rows: float = 0.0
     context: int = 0
     chosen: int = 0
+    decode_cpu: float = 0.0
+    held: int = 0
+    held_of: int = 0
 
     def count(self, session: Session) -> None:
         """Add the rows of the step that has just run."""
@@ -58,6 +64,8 @@ class Answer:
         self.rows += sum(read[layer] for layer in layers) / len(layers)
         self.context += length
         self.chosen = session.runtime.k if session.plan.partial_layers else 0
+        if session.stats.forgets and not self.held:
+            self.held, self.held_of = resident(session)
 
 
 class Reference:
@@ -115,7 +123,9 @@ def speak(
         out.tokens.append(token)
         if len(out.tokens) >= most:
             break
+        began = time.thread_time()
         logits = session.decode(token)
+        out.decode_cpu += time.thread_time() - began
         out.fed += 1
         out.count(session)
     after = session.stats
@@ -216,6 +226,9 @@ class Paper:
             "steps": answer.steps,
             "prompt_seconds": answer.prompt_seconds,
             "decode_seconds": answer.decode_seconds,
+            "decode_cpu": answer.decode_cpu,
+            "held": answer.held,
+            "held_of": answer.held_of,
             "bytes_read": answer.bytes_read,
             "bytes_link": answer.bytes_link,
             "compared": answer.compared,
@@ -256,6 +269,8 @@ class Reader:
         """
         began = time.perf_counter()
         read = self._together if variant.entry.reads == "shared" else self._alone
+        if getattr(variant.method, "forget", False):
+            read = self._forgetting
         if variant.bank:
             read = self._packed if variant.bank in REAL else self._simulated
         out = list(read(variant, conversations))
@@ -272,7 +287,18 @@ class Reader:
             session.truncate(len(self.paper.turns.shared))
 
     def _alone(self, variant: Variant, conversations: int) -> Iterator[Record]:
-        """In the method's own session, which reads the document once, or its head where the rest
+        """In the method's own session, which reads the document once."""
+        turns = self.paper.turns
+        with self._opened(variant) as session:
+            head, seconds = len(session), session.stats.prefill_seconds
+            for first in range(conversations):
+                session.truncate(head)
+                yield from self._converse(
+                    session, variant, first, turns.shared[head:] + turns.own[first], seconds
+                )
+
+    def _opened(self, variant: Variant) -> Session:
+        """A session of the variant's method that has read the document, or its head where the rest
         must be read with the question.
         """
         turns, method, entry = self.paper.turns, variant.method, variant.entry
@@ -282,17 +308,33 @@ class Reader:
             if entry.head is None
             else entry.head(self.llm, inner_of(method), len(turns.shared))
         )
-        with self.llm.session(method, max_context=self.capacity, offload=entry.place) as session:
-            if head:
-                more = session.runtime.needs.final_call is not None
-                session.prefill(turns.shared[:head], more=more)
-            seconds = session.stats.prefill_seconds
-            self.once_seconds += seconds
+        session = self.llm.session(method, max_context=self.capacity, offload=entry.place)
+        if head:
+            more = session.runtime.needs.final_call is not None
+            session.prefill(turns.shared[:head], more=more)
+        self.once_seconds += session.stats.prefill_seconds
+        return session
+
+    def _forgetting(self, variant: Variant, conversations: int) -> Iterator[Record]:
+        """In sessions that hold their store and nothing else: forks of one that has read the
+        document, by full attention where the method leaves prefill alone.
+        """
+        turns, method = self.paper.turns, variant.method
+        assert method is not None
+        if variant.entry.reads == "shared":
             for first in range(conversations):
-                session.truncate(head)
-                yield from self._converse(
-                    session, variant, first, turns.shared[head:] + turns.own[first], seconds
-                )
+                with self._document().fork() as session:
+                    session.prefill(turns.own[first])
+                    session.set_method(method)
+                    seconds = self.document_seconds + session.stats.prefill_seconds
+                    yield from self._converse(session, variant, first, (), seconds)
+            return
+        with self._opened(variant) as document:
+            head, seconds = len(document), document.stats.prefill_seconds
+            for first in range(conversations):
+                with document.fork() as session:
+                    ids = turns.shared[head:] + turns.own[first]
+                    yield from self._converse(session, variant, first, ids, seconds)
 
     def _packed(self, variant: Variant, conversations: int) -> Iterator[Record]:
         """Over a bank of the engine's own, which reads the document itself."""
