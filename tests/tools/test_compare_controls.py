@@ -20,7 +20,15 @@ from tools.compare import bytes as compare_bytes
 from tools.compare import claims, headline, stats
 from tools.compare.build import Facts
 from tools.compare.kept import KeepsDense, without
-from tools.compare.methods import CONTROLS, EVICTION_CONTROL, REGISTRY, spans, variants, wanted
+from tools.compare.methods import (
+    CONTROLS,
+    EVICTION_CONTROL,
+    PROMPT_KEPT,
+    REGISTRY,
+    spans,
+    variants,
+    wanted,
+)
 
 LAYERS = 7
 CONFIG = tiny_config(layers=LAYERS, heads=4, kv_heads=2)
@@ -50,8 +58,12 @@ def test_eviction_by_chance_runs_beside_what_evicts_at_its_budgets():
     names = ["omnikv@3", "h2o@30", "snapkv@30,m75", "quest@5"]
     beside = [key for key in wanted(names, [10], [], controls=True) if key[0] == EVICTION_CONTROL]
     assert beside == [(EVICTION_CONTROL, "share", 30.0), (EVICTION_CONTROL, "mem", 75.0)]
-    assert EVICTION_CONTROL not in {name for name, _, _ in wanted(names, [10], [])}
-    assert REGISTRY[EVICTION_CONTROL].group == REGISTRY["random_eviction"].group == "controls"
+    kept = [key for key in wanted(names, [10], [], controls=True) if key[0] == PROMPT_KEPT]
+    assert kept == [(PROMPT_KEPT, "none", 100.0)]
+    both = {EVICTION_CONTROL, PROMPT_KEPT}
+    assert not both & {name for name, _, _ in wanted(names, [10], [])}
+    assert not both & {name for name, _, _ in wanted(["quest@5"], [10], [], controls=True)}
+    assert REGISTRY[EVICTION_CONTROL].group == REGISTRY[PROMPT_KEPT].group == "controls"
 
 
 def test_they_read_what_omnikv_reads(tiny):
@@ -349,7 +361,10 @@ def test_a_run_goes_on_with_its_own_controls_and_model_only(tiny, tmp_path, caps
     assert run(tiny, out, *FEW, "h2o@30", "--dense-layers-kept", "0", "2") == 0
     page = capsys.readouterr().out
     records = read(out)[1:]
-    assert {r["name"] for r in records} == {"full", "omnikv", "h2o", *CONTROLS, EVICTION_CONTROL}
+    assert {r["name"] for r in records} == {
+        *("full", "omnikv", "h2o", *CONTROLS),
+        *(EVICTION_CONTROL, PROMPT_KEPT),
+    }
     assert {tuple(r["kept"]) for r in records if r["name"] == "h2o"} == {(), (0, 2)}
     assert "| omnikv_one (control) | 1 + " in page and "| h2o 30% +dense 0,2 |" in page
     sparse = [r for r in records if r["name"] == "omnikv"]

@@ -390,6 +390,7 @@ def keeping(facts: Facts, variant: Variant, method: Method, plan: LayerPlan) -> 
     reason where nothing sparse is left.
     """
     whole, kept = variant.name == "full" or variant.kind == "mem", kept_layers(facts)
+    whole |= getattr(method, "forget", False)  # a kept layer's rows would be gone
     left = without(plan, kept)
     unchanged = left == plan and (variant.entry.reads == "shared" or not variant.entry.budget)
     if whole or not kept or unchanged:
