@@ -34,9 +34,9 @@ class Answer:
     bytes_link: those that crossed from host memory. rows: rows that a layer read, summed over the
     steps: the mean over heads and over the layers that read less than everything, or all rows if
     there is no such layer. chosen: those of `rows` that the budget chose or kept; the others are
-    the tail. context: tokens in the session, summed over the steps. decode_cpu: thread CPU seconds of
-    the steps. held, held_of: of a session that forgets, the bytes of K and V that it had allocated
-    after the first step, and full attention's of as many tokens.
+    the tail. context: tokens in the session, summed over the steps. decode_cpu: thread CPU seconds
+    of the steps. held, held_of: of a session that forgets, the bytes of K and V that it had
+    allocated after the first step, and full attention's of as many tokens.
     """
 
     tokens: list[int] = field(default_factory=list)
