@@ -11,6 +11,8 @@ bytes.py       what a session of a method holds
 kept.py        any method with some layers left dense
 stats.py       cells, intervals, paired differences
 claims.py      the paper's three findings, each beside its controls
-headline.py    accuracy at equal bytes, and OmniKV beside its controls
-report.py      the page; plots.py and plots_bytes.py its plots
+headline.py    accuracy by bytes read, and OmniKV beside its controls
+resident.py    accuracy at equal resident bytes: the table and its claim
+alone.py       peak memory and CPU time of a column in a process of its own
+report.py      the page; plots_bytes.py and plots.py (depth by length) its plots
 """

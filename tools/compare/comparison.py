@@ -181,6 +181,9 @@ class Comparison:
                 else:
                     row |= {"method": repr(v.method), "alias": v.alias}
                     row |= {"held": held[length][v.alias or v.label].to_dict()}
+                    there = variants.get(v.label, {}).get(str(length), {})
+                    if there.get("method") == row["method"] and "alone" in there:
+                        row["alone"] = there["alone"]  # tools/compare/alone.py
                 variants.setdefault(v.label, {})[str(length)] = row
         return {
             "model": self.settings["model"],

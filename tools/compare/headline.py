@@ -21,12 +21,16 @@ def points_of(records, rows, config, length):
     """One dict per method and budget at a length, by bytes read: label, control, kept, evicts,
     reads (text), read and resident (bytes per step and held, each with its share of full
     attention's), first and second (Differences: accuracy with its interval, None where not asked),
-    top1, kl.
+    top1, kl, kl_text (with its interval). kind, budget: of the column; held: (share allocated
+    in first answers, in second ones) of sessions that forget; alone: what tools/compare/alone.py
+    found, or None.
     """
     whole = pooled([r for r in rows if r["variant"] == "full" and r["length"] == length])["read"]
-    asked = defaultdict(list)
+    asked, answers = defaultdict(list), defaultdict(list)
     for r in records:
         if r["length"] == length:
+            if r["turn"] == 1:
+                answers[r["variant"]].append(r)
             asked[r["variant"], r["turn"]].append((question_of(r)[:3], r["right"]))
     found = []
     for label, by in config["variants"].items():
@@ -34,7 +38,8 @@ def points_of(records, rows, config, length):
         here = [r for r in rows if r["variant"] == label and r["length"] == length]
         if not here or facts.get("alias") or "held" not in facts:
             continue
-        every, first = pooled(here), pooled([r for r in here if r["turn"] == 1])
+        first, second = (pooled([r for r in here if r["turn"] == turn]) for turn in (1, 2))
+        every = pooled(here)
         found.append(
             {
                 "label": label,
@@ -42,6 +47,10 @@ def points_of(records, rows, config, length):
                 "kept": facts["kept"],
                 "evicts": facts["evicts"],
                 "name": facts["name"],
+                "kind": facts["kind"],
+                "budget": facts["budget"],
+                "held": (first["held"], second["held"]),
+                "alone": facts.get("alone"),
                 "reads": reads(every),
                 "read": every["read"],
                 "read_share": every["read"] / whole if every["read"] and whole else None,
@@ -51,6 +60,7 @@ def points_of(records, rows, config, length):
                 "second": paired(asked[label, 2]),
                 "top1": first["top1"],
                 "kl": first["kl"],
+                "kl_text": _interval(answers[label], "kl", 3) if first["compared"] else "",
             }
         )
     return sorted(found, key=lambda point: (point["read"] or 0, point["label"]))

@@ -1,122 +1,138 @@
-"""The plot of a comparison: accuracy against the bytes that a step reads and a session holds."""
+"""The plots of a comparison, one per question: accuracy of first and of second questions against
+the bytes that a method holds, or against those that a step reads where no budget was of resident
+bytes. A panel per method, with full attention, OmniKV and the control by chance in each.
+"""
 
-TICKS = (1, 2, 3, 5, 7, 10, 15, 20, 30, 40, 50, 75, 100)  # per cent
-# controls read what OmniKV reads: beside it, not on top
-ASIDE = {"omnikv_random": 0.985, "omnikv_newest": 1.015}
+TICKS = (1, 2, 3, 5, 10, 20, 30, 50, 75, 100)  # per cent
+OMNIKV, EVICTS, CHOOSES, CONTROL, FULL = "#c0392b", "#1f5fa8", "#2e7d32", "#7f7f7f", "black"
+ACROSS = 4  # panels beside each other
+APART = 0.075  # of a panel's height: labels do not overlap
+BY_CHANCE = "random_eviction_all"
 
 
 def plot_bytes(at_bytes, folder):
-    """Paths of bytes-LENGTH.png in `folder`, one per length of {length: points_of}; none without
-    matplotlib.
+    """Paths of first-LENGTH.png and second-LENGTH.png in `folder`, for each length of
+    {length: points_of}; none without matplotlib.
     """
     try:
         import matplotlib
     except ImportError:
         return []
     matplotlib.use("Agg")
-    return [
-        by_bytes(points, folder / f"bytes-{length}.png", length)
-        for length, points in at_bytes.items()
-        if any(point["read_share"] for point in points)
-    ]
+    paths = []
+    for length, points in at_bytes.items():
+        at_resident = any(point["kind"] == "mem" for point in points)
+        share = "resident_share" if at_resident else "read_share"
+        if at_resident:  # at other budgets the bank is whole
+            points = [p for p in points if p["kind"] in ("mem", "none")]
+        for turn in ("first", "second"):
+            shown = [point for point in points if point[turn] and point[share]]
+            if any(_family(point) for point in shown):
+                paths.append(by_bytes(shown, turn, share, length, folder / f"{turn}-{length}.png"))
+    return paths
 
 
-def by_bytes(points, path, length):
-    """First and second questions (down), bytes read and bytes resident (across), both as shares of
-    full attention's: a line per method through its budgets, controls in black, methods that evict
-    dotted, layers kept dense as hollow marks.
-    """
+def by_bytes(points, turn, share, length, path):
+    """One question's figure: accuracy with its 95% interval by per cent of full attention's bytes."""
     from matplotlib import pyplot
 
-    turns = [turn for turn in ("first", "second") if any(point[turn] for point in points)]
-    figure, axes = pyplot.subplots(
-        len(turns), 2, figsize=(13.5, 4.4 * len(turns)), squeeze=False, sharey=True, sharex="col"
-    )
-    lines = {}
+    panels = {}
     for point in points:
-        lines.setdefault((point["name"], bool(point["kept"])), []).append(point)
-    styles = _styles(lines, {p["name"]: (p["control"], p["evicts"]) for p in points})
-    for row, turn in zip(axes, turns):
-        for axis, share, what in (
-            (row[0], "read_share", "bytes read per step"),
-            (row[1], "resident_share", "bytes resident on the device"),
-        ):
-            for key in sorted(lines, key=_order):
-                _line(axis, lines[key], turn, share, styles[key], _name(key))
-            axis.set(xscale="log", ylim=(-0.03, 1.05))
-            if turn == turns[-1]:
-                axis.set_xlabel(f"{what}, % of full attention's")
-            ticks = [tick for tick in TICKS if tick >= axis.get_xlim()[0]]
-            axis.set_xticks(ticks, [f"{tick}" for tick in ticks])
-            axis.minorticks_off()
-            axis.grid(alpha=0.25)
-        row[0].set_ylabel(f"accuracy, {turn} questions")
-    handles, names = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="center right", fontsize=7.5)
-    figure.suptitle(f"accuracy at equal bytes, {length:,} tokens (all tasks, 95% intervals)")
-    figure.tight_layout(rect=(0, 0, 0.87, 0.98))
-    figure.savefig(path, dpi=110)
+        if _family(point):
+            panels.setdefault(_family(point), []).append(point)
+    names = sorted(panels, key=lambda name: (not name.startswith("omnikv"), name))
+    across = min(ACROSS, len(names))
+    down = -(-len(names) // across)
+    figure, axes = pyplot.subplots(
+        down, across, figsize=(3.5 * across, 2.6 * down + 0.7), squeeze=False, sharey=True
+    )
+    lowest = 100 * min(point[share] for point in points)
+    for axis, name in zip(axes.flat, names):
+        _panel(axis, name, panels[name], points, turn, share)
+        ticks = [tick for tick in TICKS if tick >= 0.8 * lowest]
+        axis.set(xscale="log", ylim=(-0.04, 1.06), xlim=(0.8 * min(ticks[0], lowest), 112))
+        axis.set_xticks(ticks, [f"{tick}" for tick in ticks], fontsize=8)
+        axis.minorticks_off()
+        axis.grid(alpha=0.2)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in list(axes.flat)[len(names) :]:
+        axis.set_visible(False)
+    what = "resident K and V" if share == "resident_share" else "K and V read per step"
+    figure.supxlabel(f"{what}, % of full attention's", fontsize=10)
+    figure.supylabel(f"accuracy, {turn} questions", fontsize=10)
+    figure.suptitle(
+        f"{turn} questions, {length:,} tokens (all tasks; shaded and bars: 95% intervals)",
+        fontsize=11,
+    )
+    figure.tight_layout(w_pad=2.5)
+    figure.savefig(path, dpi=100)
     pyplot.close(figure)
     return path
 
 
-def _order(key):
-    """Full attention, OmniKV and its controls first."""
-    name, kept = key
-    return name != "full", not name.startswith("omnikv"), name, kept
+def _family(point):
+    """The panel of a point; None of full attention and of controls."""
+    if point["name"] == "full" or point["control"]:
+        return None
+    return point["name"] + (" +dense" if point["kept"] else "")
 
 
-def _name(key):
-    return key[0] + (" +dense" if key[1] else "")
+def _panel(axis, name, own, points, turn, share):
+    """One method, and what it stands beside."""
+    evicts = own[0]["evicts"]
+    colour = OMNIKV if name.startswith("omnikv") else EVICTS if evicts else CHOOSES
+    axis.set_title(name, color=colour, fontsize=10, fontweight="bold", loc="left")
+    labels = []
+    full = next((p for p in points if p["name"] == "full"), None)
+    if full is not None:
+        axis.axhline(full[turn].mean, color=FULL, linestyle="--", linewidth=0.9)
+        labels.append((full[turn].mean, "full", FULL))
+    beside = [(BY_CHANCE, "by chance", CONTROL, evicts), ("omnikv", "OmniKV", OMNIKV, True)]
+    beside += [
+        (f"omnikv_{kind}", kind, CONTROL, not evicts) for kind in ("random", "newest", "one")
+    ]
+    for other, said, paint, wanted in beside:
+        found = [p for p in points if p["name"] == other and not p["kept"]]
+        if wanted and found and other != name:
+            labels.append((_line(axis, found, turn, share, paint, thin=True), said, paint))
+    _line(axis, own, turn, share, colour)
+    _labelled(axis, labels)
 
 
-def _styles(lines, facts):
-    """{(name, kept): (colour, line, marker, fill)}."""
-    from matplotlib import colormaps
-
-    # without tab20's red: OmniKV's own
-    colours = [*colormaps["tab20"].colors[::2], *colormaps["tab20b"].colors[::2]]
-    del colours[3]
-    marks, number, styles = "osD^v<>Pp*hd", 0, {}
-    for name in sorted({name for name, _ in lines}):
-        control, evicts = facts[name]
-        colour, mark = colours[number % len(colours)], marks[number % len(marks)]
-        if name == "full":
-            colour, mark = "black", "*"
-        elif control:
-            colour, mark = "black", {"omnikv_random": "x", "omnikv_newest": "+"}.get(name, "1")
-        elif name == "omnikv":
-            colour, mark = "red", "o"
-        else:
-            number += 1
-        for kept in (False, True):
-            line = "--" if control else ":" if evicts else "-"
-            styles[name, kept] = colour, line, mark, "none" if kept else colour
-    return styles
-
-
-def _line(axis, points, turn, share, style, name):
-    """One method in one panel."""
-    colour, line, mark, fill = style
-    points = sorted((p for p in points if p[turn] and p[share]), key=lambda p: p[share])
-    if not points:
-        return
-    aside = 100 * ASIDE.get(points[0]["name"], 1.0)
-    across, means = [aside * p[share] for p in points], [p[turn].mean for p in points]
-    low = [p[turn].mean - max(0.0, p[turn].low) for p in points]
-    high = [min(1.0, p[turn].high) - p[turn].mean for p in points]
-    strong = colour in ("black", "red")
-    axis.errorbar(
+def _line(axis, points, turn, share, colour, thin=False):
+    """A method through its budgets; returns the accuracy at its right end."""
+    points = sorted(points, key=lambda point: point[share])
+    across = [100 * point[share] for point in points]
+    means = [point[turn].mean for point in points]
+    low = [max(0.0, point[turn].low) for point in points]
+    high = [min(1.0, point[turn].high) for point in points]
+    axis.plot(
         across,
         means,
-        yerr=[[max(0.0, x) for x in low], [max(0.0, x) for x in high]],
         color=colour,
-        linestyle=line,
-        marker=mark,
-        markerfacecolor=fill if mark not in "x+1" else colour,
-        markersize=8 if strong else 4.5,
-        linewidth=1.4 if strong else 0.8,
-        elinewidth=0.5,
-        label=name,
-        zorder=3 if strong else 2,
+        marker="o",
+        markersize=3 if thin else 5,
+        linewidth=0.9 if thin else 1.8,
+        zorder=2 if thin else 3,
     )
+    if len(points) > 1:
+        axis.fill_between(across, low, high, color=colour, alpha=0.1 if thin else 0.22, linewidth=0)
+    else:
+        axis.vlines(across, low, high, color=colour, linewidth=0.9)
+    return means[-1]
+
+
+def _labelled(axis, labels):
+    """Names at the right of a panel, at their lines' ends, moved apart."""
+    last = -1.0
+    for height, said, colour in sorted(labels):
+        last = max(height, last + APART)
+        axis.annotate(
+            said,
+            (1.01, last),
+            xycoords=("axes fraction", "data"),
+            color=colour,
+            fontsize=7.5,
+            va="center",
+            annotation_clip=False,
+        )

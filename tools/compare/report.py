@@ -8,8 +8,9 @@ from engine.base.figures import human
 from tools.compare.banks import over_banks
 from tools.compare.claims import findings
 from tools.compare.headline import controls, equal_bytes, points_of
-from tools.compare.plots import plots
+from tools.compare.plots import depth_plot
 from tools.compare.plots_bytes import plot_bytes
+from tools.compare.resident import at_resident, beside_eviction
 from tools.compare.stats import cells, pooled, reads
 from tools.eval.report import DEPTH_BINS
 
@@ -73,13 +74,17 @@ def markdown(records, rows, found, at_bytes, config):
         "",
         *_about(config),
         "",
-        "## The paper's three findings, as they came out",
+        "## The paper's three findings and one more, as they came out",
         "",
     ]
     for finding in found:
         lines += finding.lines()
     for length, points in sorted(at_bytes.items()):
-        lines += ["", f"## {length:,} tokens: accuracy at equal bytes", "", *equal_bytes(points)]
+        held = at_resident(points)
+        title = f"## {length:,} tokens: accuracy at equal resident bytes"
+        lines += ["", title, "", *held] if held else []
+        title = f"## {length:,} tokens: accuracy by bytes read"
+        lines += ["", title, "", *equal_bytes(points)]
         beside = controls(records, length)
         lines += ["", f"OmniKV and its controls, {length:,} tokens", "", *beside] if beside else []
     labels = [label for label in config["variants"] if any(row["variant"] == label for row in rows)]
@@ -245,13 +250,16 @@ def _depths(rows):
 def write(records, config, folder):
     """report.md, report.json and, where matplotlib is installed, plots; returns the page."""
     evicting = {
-        row["name"] for by in config["variants"].values() for row in by.values() if row["evicts"]
+        row["name"]
+        for by in config["variants"].values()
+        for row in by.values()
+        if row["evicts"] and not row["control"]
     }
     rows = rows_of(records, config)
     # what a bank costs is no claim of the paper's, and not in the plots of budgets
     on_floats = [record for record in records if not record.get("bank")]
     plain = [row for row in rows if not row["bank"]]
-    found = findings(on_floats, evicting)
+    found = [*findings(on_floats, evicting), beside_eviction(on_floats, evicting)]
     at_bytes = {
         length: points_of(on_floats, plain, config, length)
         for length in sorted({row["length"] for row in rows})
@@ -273,6 +281,6 @@ def write(records, config, folder):
         part = folder / (name + ".part")
         part.write_text(text, encoding="utf-8")
         part.replace(folder / name)
-    plots(plain, evicting, folder)
     plot_bytes(at_bytes, folder)
+    depth_plot(plain, folder)
     return page

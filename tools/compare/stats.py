@@ -98,10 +98,12 @@ def cells(records):
     """One row per (variant, task, length, turn), in order of first appearance.
 
     right, asked, accuracy, low, high (Wilson); same, compared: tokens like full attention's of
-    those with the same history; kl: mean nats there; milliseconds per token and bytes read per step
-    (None without steps); depths: [right, asked] per bin of the document. rows, context, chosen: per
-    step, what a layer read that reads less than everything, of how many tokens, and how much of it
-    the budget chose (None without steps).
+    those with the same history; kl: mean nats there; milliseconds per token, by the clock and of
+    the thread (cpu; None of answers without them), and bytes read per step (None without steps);
+    held: K and V that a session which forgets had allocated, as a share of full attention's of as
+    many tokens (None of others); depths: [right, asked] per bin of the document. rows, context,
+    chosen: per step, what a layer read that reads less than everything, of how many tokens, and how
+    much of it the budget chose (None without steps).
     """
     groups = defaultdict(list)
     for record in records:
@@ -137,6 +139,10 @@ def cells(records):
                 "compared": compared,
                 "kl": sum(r["kl"] for r in found) / compared if compared else None,
                 "ms": 1000 * sum(r["decode_seconds"] for r in found) / steps if steps else None,
+                "cpu": 1000 * sum(r["decode_cpu"] for r in found) / steps
+                if steps and all("decode_cpu" in r for r in found)
+                else None,
+                "held": held_share(found),
                 "read": sum(r["bytes_read"] for r in found) / steps if steps else None,
                 "link": sum(r["bytes_link"] for r in found) / steps if steps else None,
                 **rows_per_step(found),
@@ -145,6 +151,12 @@ def cells(records):
             }
         )
     return rows
+
+
+def held_share(records):
+    """K and V allocated by sessions that forget / those of all tokens; None without any."""
+    whole = sum(r.get("held_of", 0) for r in records)
+    return sum(r["held"] for r in records if r.get("held_of")) / whole if whole else None
 
 
 def pooled(rows):
@@ -167,6 +179,8 @@ def pooled(rows):
         if compared
         else None,
         "ms": mean("ms"),
+        "cpu": mean("cpu"),
+        "held": mean("held"),
         "read": mean("read"),
         "link": mean("link"),
         "rows": mean("rows"),
