@@ -22,6 +22,7 @@ from tools.compare.build import NEAR, Facts, infllm
 from tools.compare.comparison import key_of
 from tools.compare.methods import REGISTRY, Variant, variants, wanted
 from tools.compare.report import rows_of, write
+from tools.compare.resident import beside_eviction
 from tools.compare.run import Job, Paper, Reader, Reference, Rules, run_document
 from tools.compare.work import Clock, Outside, jobs
 
@@ -359,7 +360,8 @@ def test_report_tables_json_and_plots(tmp_path):
     page = write(records, config, tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert [f["claim"] for f in report["findings"]] == [
-        f.claim for f in claims.findings(records, {"h2o"})
+        *(f.claim for f in claims.findings(records, {"h2o"})),
+        beside_eviction(records, {"h2o"}).claim,
     ]
     cell = next(
         c
@@ -392,10 +394,9 @@ def test_report_tables_json_and_plots(tmp_path):
     assert "- omnikv Mem 30%: too much" in page and "| 2.00 MB | 50.0 |" in page
     pytest.importorskip("matplotlib")
     assert {p.name for p in tmp_path.glob("*.png")} == {
-        "budget-1000.png",
+        "first-1000.png",
         "second-1000.png",
         "depth.png",
-        "bytes-1000.png",
     }
 
 

@@ -137,7 +137,9 @@ def run(args: argparse.Namespace) -> None:
     path = args.out / "config.json"
     answers = AnswerFile(args.out, key_of)
     if not path.exists() or answers.load() is None:
-        raise UsageError(f"--out: {args.out} holds no comparison; run python -m tools.compare first")
+        raise UsageError(
+            f"--out: {args.out} holds no comparison; run python -m tools.compare first"
+        )
     config = json.loads(path.read_text())
     todo = [] if args.only_report else list(columns(config))
     for number, (label, length, row) in enumerate(todo, 1):

@@ -23,8 +23,8 @@ def plot_bytes(at_bytes, folder):
     for length, points in at_bytes.items():
         at_resident = any(point["kind"] == "mem" for point in points)
         share = "resident_share" if at_resident else "read_share"
-        if at_resident:  # at other budgets the bank is whole
-            points = [p for p in points if p["kind"] in ("mem", "none")]
+        if at_resident:  # at other budgets what evicts has its bank beside it
+            points = [p for p in points if p["kind"] != "share" or not p["evicts"]]
         for turn in ("first", "second"):
             shown = [point for point in points if point[turn] and point[share]]
             if any(_family(point) for point in shown):
@@ -33,7 +33,7 @@ def plot_bytes(at_bytes, folder):
 
 
 def by_bytes(points, turn, share, length, path):
-    """One question's figure: accuracy with its 95% interval by per cent of full attention's bytes."""
+    """One question's figure: accuracy with its 95% interval by bytes in % of full attention's."""
     from matplotlib import pyplot
 
     panels = {}
@@ -124,9 +124,9 @@ def _line(axis, points, turn, share, colour, thin=False):
 
 def _labelled(axis, labels):
     """Names at the right of a panel, at their lines' ends, moved apart."""
-    last = -1.0
-    for height, said, colour in sorted(labels):
-        last = max(height, last + APART)
+    last = 2.0
+    for height, said, colour in sorted(labels, reverse=True):
+        last = min(height, last - APART)
         axis.annotate(
             said,
             (1.01, last),

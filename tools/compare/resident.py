@@ -76,9 +76,7 @@ def beside_eviction(records, evicting):
         return Finding(claim, NOT_RUN, (needs,))
     lines = [
         f"{name}: {difference.points()} over {difference.answers} answers at {budgets}"
-        for name, (difference, budgets) in sorted(
-            found.items(), key=lambda item: item[1][0].mean
-        )
+        for name, (difference, budgets) in sorted(found.items(), key=lambda item: item[1][0].mean)
     ]
     controls = tuple(_control(records, name, evicting) for name in CHOOSING)
     return Finding(claim, _outcome(found), tuple(lines), controls)
