@@ -50,6 +50,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, default=Path("compare-out"), help="folder of a comparison")
     add("--model", help="the model that it compared, where it has moved since")
+    add("--budgets", type=float, nargs="+", help="only these, in %% of resident bytes")
     add("--threads", type=int, default=1)
     add("--only-report", action="store_true", help="measure nothing, write the report again")
     return parser.parse_args(argv)
@@ -111,11 +112,16 @@ def measure(order: Order, task: str) -> dict[str, float]:
     }
 
 
-def columns(config: dict[str, Any]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """(label, length, row of config.json) of the columns that have no figure yet."""
+def columns(
+    config: dict[str, Any], budgets: Sequence[float] | None = None
+) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """(label, length, row of config.json) of the columns that have no figure yet, of those at
+    `budgets` and of those without one.
+    """
     for label, by in config["variants"].items():
         for length, row in by.items():
-            wanted = row["kind"] == "mem" or row["name"] in ("full", PROMPT_KEPT)
+            wanted = row["kind"] == "mem" and row["budget"] in (budgets or [row["budget"]])
+            wanted |= row["name"] in ("full", PROMPT_KEPT)
             if wanted and "held" in row and not row.get("alias") and "alone" not in row:
                 yield label, int(length), row
 
@@ -141,7 +147,7 @@ def run(args: argparse.Namespace) -> None:
             f"--out: {args.out} holds no comparison; run python -m tools.compare first"
         )
     config = json.loads(path.read_text())
-    todo = [] if args.only_report else list(columns(config))
+    todo = [] if args.only_report else list(columns(config, args.budgets))
     for number, (label, length, row) in enumerate(todo, 1):
         found = apart(order_of(args, config, length, row), config["tasks"][0])
         row["alone"] = found

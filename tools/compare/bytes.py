@@ -3,8 +3,9 @@ read from what a session allocated.
 
 A method is measured in the form in which it saves memory: offloaded layers are in host memory, with
 one slot per selected token. Answers may come from a bank on the device: placement never changes an
-answer. Of an evicting method `device` is the store, what it would hold by itself; this engine keeps
-the whole bank beside it, unread, so that a session can go back, and counts it in `peak`.
+answer. Of an evicting method `device` is the store. One that forgets holds nothing else; beside the
+others this engine keeps the whole bank, unread, so that a session can go back, and counts it in
+`peak`.
 """
 
 from __future__ import annotations

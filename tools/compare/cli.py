@@ -35,7 +35,8 @@ A method's budgets are --shares and --mem, or those after an @: omnikv@3,10 is 3
 prompt's tokens, omnikv@30,m75 is 30% of the tokens and 75% of full attention's bytes. The report
 names a budget that a method cannot reach, with the reason. Beside OmniKV run its controls, which
 read what it reads and do not choose: a claim that they satisfy too is not tested by this model.
-Beside methods that evict runs random_eviction_all, which evicts by chance.
+Beside methods that evict run random_eviction_all, which evicts by chance, and random_eviction,
+which does so in the answer alone. At a budget of resident bytes what evicts forgets the rest.
 
 examples:
   python -m tools.compare --minutes 30                               the shipped model, half an hour
@@ -45,6 +46,8 @@ examples:
                                         H2O once more with the layers left dense that OmniKV reads
   python -m tools.compare --import my.py --methods mymethod@30 snapkv@30 --minutes 10
   python -m tools.compare --methods omnikv@6.67 --no-controls --bank int8 kivi4 kivi2 sign
+  python -m tools.compare --methods omnikv@m50,m75 snapkv@m10,m30,m75 kvzip@m10,m30,m75 --out held
+  python -m tools.compare.alone --out held    peak memory and CPU time of each, in its own process
 """
 
 

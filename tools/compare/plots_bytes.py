@@ -44,7 +44,12 @@ def by_bytes(points, turn, share, length, path):
     across = min(ACROSS, len(names))
     down = -(-len(names) // across)
     figure, axes = pyplot.subplots(
-        down, across, figsize=(3.5 * across, 2.6 * down + 0.7), squeeze=False, sharey=True
+        down,
+        across,
+        figsize=(3.5 * across, 2.6 * down + 0.7),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
     )
     lowest = 100 * min(point[share] for point in points)
     for axis, name in zip(axes.flat, names):
@@ -64,7 +69,6 @@ def by_bytes(points, turn, share, length, path):
         f"{turn} questions, {length:,} tokens (all tasks; shaded and bars: 95% intervals)",
         fontsize=11,
     )
-    figure.tight_layout(w_pad=2.5)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
     return path

@@ -38,9 +38,10 @@ NOTES = """## How it was measured
   and as a share of full attention's. A method is measured in the form in which it saves memory
   (offloaded layers in host memory, one slot per chosen token); metadata: scores, indices,
   positions, maps; buffers: staging of rows on their way; peak: the most on the device at once. An
-  evicting method's figure is its store; this engine keeps the whole bank beside it, unread, so
-  that a session can go back. The bank stands after the + and is in the peak, so such a method
-  holds more here than full attention does, and its share says what it would hold by itself.
+  evicting method's figure is its store. At a budget of resident bytes it forgets and holds nothing
+  else. At a share of the tokens this engine keeps the whole bank beside it, unread, so that a
+  session can go back. The bank stands after the + and is in the peak, so such a method holds more
+  here than full attention does, and its share says what it would hold by itself.
   Answers of methods marked "shared" come from a bank on the device
   that full attention had read (placement never changes an answer), so their ms per token hold for
   that bank.
@@ -182,6 +183,7 @@ def _costs(rows, labels, config, length):
             pooled(found),
             facts["held"],
         )
+        banked = facts["evicts"] and "forget=True" not in facts.get("method", "")
         agree = (
             (f"{first['top1']:.3f}", f"{first['kl']:.4f}", f"{first['compared']}")
             if first["compared"]
@@ -194,7 +196,7 @@ def _costs(rows, labels, config, length):
             _number(first["prompt_seconds"], 2),
             _size(every["read"]),
             _size(every["link"] or None),
-            _size(held["device"]) + (f" + bank {_size(held['full'])}" if facts["evicts"] else ""),
+            _size(held["device"]) + (f" + bank {_size(held['full'])}" if banked else ""),
             f"{100 * held['resident']:.1f}",
             *(_size(held[part]) for part in ("metadata", "buffers", "host", "peak")),
         )
