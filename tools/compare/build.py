@@ -164,7 +164,7 @@ def evicting(
     """An Entry for a method that evicts by a budget in tokens or as a share."""
 
     def build(facts: Facts, share: float) -> Method:
-        return cls(share=share, **settings)
+        return cls(share=share, forget=False, **settings)
 
     return Entry(note, build, evicting_at_bytes(build), group, reads=reads, head=head, evicts=True)
 
@@ -182,7 +182,8 @@ def evicting_while_reading(
     """
 
     def build(facts: Facts, share: float) -> Method:
-        return cls(tokens=max(sink + 1, math.floor(share * facts.capacity)))
+        tokens = max(sink + 1, math.floor(share * facts.capacity))
+        return cls(tokens=tokens, forget=False)
 
     return Entry(note, build, evicting_at_bytes(build), group, reads="own", head=head, evicts=True)
 
