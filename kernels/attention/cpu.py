@@ -52,6 +52,7 @@ def attend_sequence(
     scale: float,
     buffer: torch.Tensor | None = None,
     softmax: Softmax = PLAIN,
+    logs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with Q <= 8 new queries to n rows of K and V; query j sees the first n - (Q-1-j).
 
@@ -59,7 +60,8 @@ def attend_sequence(
     q.dtype, lse [Q, H] float32), both with the sinks; a query that sees nothing gets 0 and -inf.
     The rows that all queries see need no mask. The last Q-1 rows are a separate small product,
     merged by log-sum-exp. k, v may be packed (kernels/rows/forms.py). scale: of the logits,
-    1/sqrt(D). buffer: as in `attend_widened`, which overwrites it.
+    1/sqrt(D). buffer: as in `attend_widened`, which overwrites it. logs: float32 [n], added to the
+    logits of the rows under one query, or None.
     """
     queries, heads, dim = q.shape
     kv_heads, rows, _ = k.shape
@@ -73,11 +75,12 @@ def attend_sequence(
     )
     out, lse = None, torch.full((), -math.inf)
     if shared and (softmax.cap or is_packed(k) or not fuses(q.dtype, packed.shape[1])):
-        out, lse = attend_widened(packed, k[:, :shared], v[:, :shared], scale, buffer, softmax)
+        some = packed, k[:, :shared], v[:, :shared]
+        out, lse = attend_widened(*some, scale, buffer, softmax, logs)
     elif shared:
-        out, lse = _flash(
-            packed[None], k[None, :, :shared], v[None, :, :shared], 0.0, False, scale=scale
-        )
+        some = packed[None], k[None, :, :shared], v[None, :, :shared]
+        mask = None if logs is None else logs.view(1, 1, 1, -1)
+        out, lse = _flash(*some, 0.0, False, attn_mask=mask, scale=scale)
         out, lse = out[0], lse[0].float()
     if out is None or shared < rows:
         newest = k[:, shared:], v[:, shared:]
@@ -359,12 +362,14 @@ def attend_widened(
     scale: float,
     buffer: torch.Tensor | None = None,
     softmax: Softmax = PLAIN,
+    logs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend without a mask by float32 products, for packed rows, for 16 bits that the fused kernel
     emulates, and for capped logits. Sinks are left to the caller.
 
     packed [Hkv, R, D]; k, v [Hkv, n, D], n >= 1, or packed; buffer: float32 of `widened_floats`
-    elements or None (allocates). Returns (out [Hkv, R, D] float32, lse [Hkv, R] float32).
+    elements or None (allocates); logs: float32 [n], added to the logits, or None. Returns
+    (out [Hkv, R, D] float32, lse [Hkv, R] float32).
     """
     kv_heads, rows, dim = len(k), k.shape[1], packed.shape[-1]
     heads = kv_heads * packed.shape[1]
@@ -376,7 +381,7 @@ def attend_widened(
     held = buffer[size * kv_heads * dim :]
     folded = packed.float() * scale
     if rows <= span and k.dtype == v.dtype == torch.float32:
-        return _attend_floats(folded, k, v, held, softmax)
+        return _attend_floats(folded, k, v, held, softmax, logs)
     out = lse = folded
     for first in range(0, rows, span):
         some_k, some_v = (t[:, first : first + span] for t in (k, v))
@@ -387,6 +392,8 @@ def attend_widened(
             if is_packed(k):
                 _scale(weights, key_scales(some_k[:, at]))
             softmax.capped(weights)
+            if logs is not None:
+                weights += logs[first:][at]
         new = _softmax(parts)
         part = torch.zeros_like(folded)
         for weights, at in _chunks(parts):
@@ -404,13 +411,20 @@ def attend_widened(
 
 
 def _attend_floats(
-    folded: torch.Tensor, k: torch.Tensor, v: torch.Tensor, held: torch.Tensor, softmax: Softmax
+    folded: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    held: torch.Tensor,
+    softmax: Softmax,
+    logs: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend_widened` over one run of float32 rows, in a third of the operators: nothing to
     convert, nothing to merge. held: float32 of a logit per row and query.
     """
     logits = held[: folded.shape[0] * folded.shape[1] * k.shape[1]].view(*folded.shape[:2], -1)
     softmax.capped(torch.bmm(folded, k.transpose(1, 2), out=logits))
+    if logs is not None:
+        logits += logs
     most = logits.amax(-1, keepdim=True)
     total = logits.sub_(most).exp_().sum(-1, keepdim=True)
     lse = total.log().add_(most).squeeze(-1)

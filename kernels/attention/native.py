@@ -28,7 +28,7 @@ class _Call(ctypes.Structure):
         ("index_head", ctypes.c_long),
         *((name, ctypes.c_void_p) for name in ("out", "lse", "parts", "logits")),
         ("ahead", ctypes.c_long),
-        *((name, ctypes.c_void_p) for name in ("starts", "lengths")),
+        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "logs")),
         *(
             (name, ctypes.c_int)
             for name in (
@@ -125,7 +125,7 @@ def attend(
         None if index is None else index.data_ptr(),
         0 if index is None or len(index) == 1 else index.stride(0),
         out.data_ptr(), lse.data_ptr(), parts.data_ptr(),
-        None if logits is None else logits.data_ptr(), visited, None, None,
+        None if logits is None else logits.data_ptr(), visited, None, None, None,
         units, queries, group, dim, kept, start, visited, SPLIT, torch.get_num_threads(),
         units // kv_heads, scale, softmax.cap,
     )  # fmt: skip
@@ -165,6 +165,7 @@ def attend_own_rows(
     most: int,
     scale: float,
     parts: torch.Tensor | None = None,
+    logs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_ragged` (kernels/attention/ragged.py), arguments as there; parts: as in `attend`.
     Returns out [1, 1, H, D] in q.dtype. Mutates parts. Raises what `attend` does.
@@ -182,7 +183,7 @@ def attend_own_rows(
         folded.data_ptr(), k.data_ptr(), v.data_ptr(),
         0, k.stride(0) * sizes[0], 0, v.stride(0) * sizes[1], None, 0,
         out.data_ptr(), lse.data_ptr(), parts.data_ptr(), None, 0,
-        starts.data_ptr(), lengths.data_ptr(),
+        starts.data_ptr(), lengths.data_ptr(), None if logs is None else logs.data_ptr(),
         units, 1, group, dim, 0, 0, most, SPLIT, torch.get_num_threads(), 1, scale, 0.0,
     )  # fmt: skip
     pointers = ctypes.c_void_p(folded.data_ptr()), ctypes.c_void_p(out.data_ptr())
@@ -319,6 +320,19 @@ def _attention() -> Iterator[Case]:
             mine = slice(3 * head, 3 * head + 3)
             expected, _ = attend_alone(wide_q[1:, mine], rows_k, rows_v, [n], 0.125)
             yield f"heads that hold different counts in {dtype}", own[0, :, mine], expected, dtype
+        yield from _weighted_rows(q[None, 1:], k, v)
+
+
+def _weighted_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[Case]:
+    """One head whose rows count 1, 2 and 3 times, past a block's end."""
+    times = torch.arange(270) % 3 + 1
+    tables = torch.tensor([9]), torch.tensor([270])
+    logs = torch.cat([torch.full((9,), float("nan")), times.float().log()])
+    found = attend_own_rows(q[:, :, :3], k[0], v[0], *tables, 270, 0.125, logs=logs)
+    many_k, many_v = (t[:1, 9:279].float().repeat_interleave(times, 1) for t in (k, v))
+    seen = [int(times.sum())]
+    expected, _ = attend_alone(q[0, :, :3].float(), many_k, many_v, seen, 0.125)
+    yield f"rows that count several times in {k.dtype}", found[0], expected, k.dtype
 
 
 @_PACKED.self_test

@@ -1,15 +1,19 @@
 """Decode attention to K and V of one flat run of rows, in which every K/V head has rows of its own,
 as many as it likes: what a layer reads whose heads have kept different numbers of tokens (Ada-KV).
+
+A row may stand for several: the log of how often it counts is added to its logit (RazorAttention).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from kernels.attention.cpu import attend_sequence
 from kernels.attention.merge import merge, merge_when_last, merging
 from kernels.attention.native import attend_own_rows, attends
-from kernels.attention.reference import attend_alone
+from kernels.attention.reference import attend
 from kernels.attention.scratch import Scratch, ScratchShape, make_scratch
 from kernels.attention.split import (
     PER_PROCESSOR,
@@ -41,13 +45,14 @@ def decode_ragged_ref(
     starts: torch.Tensor,
     lengths: torch.Tensor,
     scale: float,
+    logs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of `decode_ragged`, same arguments and result: one head after the other, in
     float32.
     """
     out = torch.empty_like(q)
-    for part, own, rows_k, rows_v in _heads(q, k, v, starts, lengths, out):
-        own.copy_(attend_alone(part, rows_k, rows_v, [rows_k.shape[1]], scale)[0])
+    for part, own, rows_k, rows_v, mine in _heads(q, k, v, starts, lengths, out, logs):
+        own.copy_(attend(part, rows_k, rows_v, [rows_k.shape[1]], scale, logs=mine)[0])
     return out
 
 
@@ -61,6 +66,7 @@ def decode_ragged(
     scale: float,
     scratch: Scratch | None = None,
     backend: str = "auto",
+    logs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with one query to the rows of each head: K/V head h has rows starts[h] ..
     starts[h] + lengths[h] - 1.
@@ -68,9 +74,10 @@ def decode_ragged(
     q [1, 1, H, D]; k, v [N, D], or packed, last dim contiguous, the new token's rows already
     written; starts, lengths int64 [Hkv], contiguous, on q's device; most: at least every length,
     which sizes a launch, so that nobody waits for the device; scale: 1/sqrt(D). scratch: None
-    allocates. Returns out [1, 1, H, D] in q.dtype, zeros under a head without rows. Mutates
-    scratch. Raises ValueError for an unknown backend, tables that do not fit the heads, or too
-    small a scratch.
+    allocates. logs: float32 [N], contiguous, added to each row's logit: the log of how often a row
+    counts; None: each counts once. Returns out [1, 1, H, D] in q.dtype, zeros under a head without
+    rows. Mutates scratch. Raises ValueError for an unknown backend, tables that do not fit the
+    heads or the rows, or too small a scratch.
     """
     heads, units = q.shape[2], len(starts)
     if len(lengths) != units or not units or heads % units:
@@ -83,15 +90,20 @@ def decode_ragged(
             f"decode_ragged: found starts in {starts.dtype} and lengths in {lengths.dtype}, "
             "expected torch.int64"
         )
+    if logs is not None and not (logs.dtype == torch.float32 and logs.shape == k.shape[:1]):
+        raise ValueError(
+            f"decode_ragged: found logs {tuple(logs.shape)} in {logs.dtype} beside {len(k)} rows, "
+            "expected torch.float32, one of each row"
+        )
     chosen = choose(backend, q, lambda: attends(k, v, q.shape[3]))
     if chosen == "native":
         parts = None if scratch is None else scratch.part
-        return attend_own_rows(q, k, v, starts, lengths, most, scale, parts)
+        return attend_own_rows(q, k, v, starts, lengths, most, scale, parts, logs)
     if chosen == "triton":
-        return decode_ragged_triton(q, k, v, starts, lengths, most, scale, scratch)
+        return decode_ragged_triton(q, k, v, starts, lengths, most, scale, scratch, logs)
     if chosen == "cpu":
-        return decode_ragged_cpu(q, k, v, starts, lengths, scale, scratch)
-    return decode_ragged_ref(q, k, v, starts, lengths, scale)
+        return decode_ragged_cpu(q, k, v, starts, lengths, scale, scratch, logs)
+    return decode_ragged_ref(q, k, v, starts, lengths, scale, logs)
 
 
 def decode_ragged_cpu(
@@ -102,14 +114,15 @@ def decode_ragged_cpu(
     lengths: torch.Tensor,
     scale: float,
     scratch: Scratch | None = None,
+    logs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_ragged` on CPU tensors by torch's operators, same arguments and result: a product has
     rows of one count, so a head's are its own. Mutates scratch.blocks.
     """
     out, blocks = torch.zeros_like(q), None if scratch is None else scratch.blocks
-    for part, own, rows_k, rows_v in _heads(q, k, v, starts, lengths, out):
+    for part, own, rows_k, rows_v, mine in _heads(q, k, v, starts, lengths, out, logs):
         if rows_k.shape[1]:
-            own.copy_(attend_sequence(part, rows_k, rows_v, scale, blocks)[0])
+            own.copy_(attend_sequence(part, rows_k, rows_v, scale, blocks, logs=mine)[0])
     return out
 
 
@@ -120,13 +133,17 @@ def _heads(
     starts: torch.Tensor,
     lengths: torch.Tensor,
     out: torch.Tensor,
-) -> list[tuple[torch.Tensor, ...]]:
-    """(its queries [1, G, D], their place in out, its rows of k and v [1, n, D]) of each head."""
+    logs: torch.Tensor | None,
+) -> list[tuple[Any, ...]]:
+    """(its queries [1, G, D], their place in out, its rows of k and v [1, n, D], and of logs [n] or
+    None) of each head.
+    """
     group = q.shape[2] // len(starts)
-    found: list[tuple[torch.Tensor, ...]] = []
+    found: list[tuple[Any, ...]] = []
     for head, (first, n) in enumerate(zip(starts.tolist(), lengths.tolist())):
         mine, rows = slice(head * group, head * group + group), slice(first, first + n)
-        found.append((q[0, :, mine], out[0, :, mine], k[None, rows], v[None, rows]))
+        own = None if logs is None else logs[rows]
+        found.append((q[0, :, mine], out[0, :, mine], k[None, rows], v[None, rows], own))
     return found
 
 
@@ -137,6 +154,7 @@ def ragged_kernel(
     v,
     starts,
     lengths,
+    logs,
     part,
     lse,
     chunk_part,
@@ -156,6 +174,7 @@ def ragged_kernel(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
+    LOGS: tl.constexpr,
     MERGES: tl.constexpr,
     CHUNK: tl.constexpr,
     RB: tl.constexpr,
@@ -164,7 +183,7 @@ def ragged_kernel(
     """Attend to one split of SPLIT rows of one kv head.
 
     Grid (splits, 1, kv_heads): to what merges, a head is a sequence of its own. Programs beyond a
-    head's rows leave at once, but for the first split's.
+    head's rows leave at once, but for the first split's. LOGS: whether `logs` are added.
     """
     wait_for_last_kernel(DEPENDENT)
     s = tl.program_id(0)
@@ -179,6 +198,8 @@ def ragged_kernel(
         row = tl.load(starts + h) + first
         k += row * skt
         v += row * svt
+        if LOGS:
+            logs += row
         d = columns(k, D, DP)
         rows = step_queries(q, place, live, d, k, scale, D)
         like = tl.zeros([1], out.dtype.element_ty)
@@ -191,6 +212,8 @@ def ragged_kernel(
             k_tile = load_step_keys(k, at, skt, d, t < stop, like, D)
             scores = step_logits(rows, k_tile, k, scale)
             scores = scaled_logits(scores, k, at, skt, t < stop, D)
+            if LOGS:
+                scores += tl.load(logs + t, mask=t < stop, other=0.0)[None, :]
             scores = tl.where((t < stop)[None, :], scores, float("-inf"))
             values = load_values(v, at, svt, d, t < stop, like, D, False)
             m, total, acc = softmax_tile(
@@ -225,6 +248,7 @@ def decode_ragged_triton(
     most: int,
     scale: float,
     scratch: Scratch | None = None,
+    logs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_ragged` by the Triton kernel of this file, same arguments, result and errors.
 
@@ -252,6 +276,7 @@ def decode_ragged_triton(
         v,
         starts,
         lengths,
+        starts if logs is None else logs,
         *scratch.partial(out),
         scale,
         q.stride(2),
@@ -260,6 +285,7 @@ def decode_ragged_triton(
         SPLIT=split,
         BLOCK=block,
         WIDE=needs_wide(k.stride(0), v.stride(0)),
+        LOGS=logs is not None,
         **merging(scratch, kv_heads, 1, splits, SPARSE_CHUNK, head_dim),
         **config.launch(group, head_dim),
         **dependent(q),

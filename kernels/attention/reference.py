@@ -24,12 +24,14 @@ def attend(
     scale: float,
     scores: bool = False,
     softmax: Softmax = PLAIN,
+    logs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend with Q queries to n rows of K and V, in float32.
 
     q [Q, H, D]; k, v [Hkv, n, D] of any strides and dtype, or packed; visible [Q] ints: query j
-    sees rows below visible[j]. Returns (out [Q, H, D] in q.dtype, logits): with `scores`, the
-    scaled and capped logits [Q, H, n] float32, -inf where a row is not visible; else None.
+    sees rows below visible[j]; logs float32 [n], added to the logits of the rows, or None. Returns
+    (out [Q, H, D] in q.dtype, logits): with `scores`, the scaled and capped logits [Q, H, n]
+    float32, -inf where a row is not visible; else None.
     """
     queries, heads, dim = q.shape
     kv_heads, rows, _ = k.shape
@@ -42,6 +44,7 @@ def attend(
     )
     logits = torch.bmm(packed, key_floats(k).contiguous().transpose(1, 2)) * scale
     softmax.capped(logits)
+    logits = logits if logs is None else logits + logs
     logits = logits.view(kv_heads, queries, group, rows)
     limit = torch.as_tensor(visible, device=k.device).view(1, queries, 1, 1)
     logits = logits.masked_fill(torch.arange(rows, device=k.device) >= limit, float("-inf"))

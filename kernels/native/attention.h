@@ -172,12 +172,13 @@ struct DecodedInt8 {
 template <> struct Decoded<Int4Keys> : DecodedInt8<Int4Keys> {};
 template <> struct Decoded<Int4Values> : DecodedInt8<Int4Values> {};
 
-// T queries attend to one block more; query r sees rows below limit[r]. out [T][dim] is the weighted
+// T queries attend to one block more; query r sees rows below limit[r]. logs [count] or NULL is added to
+// the rows' logits. out [T][dim] is the weighted
 // sum so far, not divided, best and sum [T] the largest logit and the sum of weights. logits
 // [T][ahead] or NULL takes logits of all rows.
 template <class K, class V, int T>
-static void attend_tile(const float *q, const Block &block, int dim, float scale, float cap, const int *limit,
-                        float *out, float *best, float *sum, float *logits, long ahead) {
+static void attend_tile(const float *q, const Block &block, int dim, float scale, float cap, const float *logs,
+                        const int *limit, float *out, float *best, float *sum, float *logits, long ahead) {
     alignas(64) float l[T * BLOCK];
     const int count = block.count, up = (count + W - 1) / W * W;
 #if defined(__AVX512VNNI__)
@@ -198,6 +199,7 @@ static void attend_tile(const float *q, const Block &block, int dim, float scale
         for (int i = 0; i < up; i += W)
             store(x + i, load(x + i) * (K::scaled ? load(scales + i) * scale : all(scale)));
         for (int i = 0; cap && i < up; i += W) store(x + i, capped(load(x + i), cap));
+        for (int i = 0; logs && i < count; i++) x[i] += logs[i];
         if (logits) memcpy(logits + r * ahead + block.first, x, sizeof(float) * count);
         for (int i = limit[r] > block.first ? limit[r] - block.first : 0; i < up; i++) x[i] = -INFINITY;
         for (int i = count; i < up; i++) x[i] = -INFINITY;
@@ -247,6 +249,7 @@ struct Call {
     // [heads] each, in place of `start` and `visited`, of which the latter is the most then, where heads
     // have rows of their own in one run of them; or NULL
     const int64_t *starts, *lengths;
+    const float *logs;  // added to the logit of each row of that run, or NULL
     int heads, queries, group, dim, kept, start, visited, split, threads;
     int shared;  // heads in turn that read the same K and V, each by an index of its own; mostly 1
     float scale;  // of logits
@@ -279,6 +282,7 @@ static void attend_split(const Call &c, int head, int s) {
         Block block(run, t, stop);
         block.key_scales = keys.take(block.keys, block.count, c.dim);
         block.value_scales = values.take(block.values, block.count, c.dim);
+        const float *logs = c.logs ? c.logs + run.start + t : nullptr;
         for (int r = 0; r < rows;) {
             // a tile holds queries that all leave their logits, or none
             const int until = c.logits && r < last ? last : rows;
@@ -292,7 +296,7 @@ static void attend_split(const Call &c, int head, int s) {
             float *out = part + (long)r * c.dim, *best = bests + r, *sum = sums + r;
 #define ATTEND(T)                                                                 \
     attend_tile<typename Decoded<K>::Rows, typename Decoded<V>::Rows, T>(          \
-        q, block, c.dim, c.scale, c.cap, limit, out, best, sum, logits, c.ahead)
+        q, block, c.dim, c.scale, c.cap, logs, limit, out, best, sum, logits, c.ahead)
             switch (tile) {
 #if defined(__AVX512F__)
             case 8: ATTEND(8); break;

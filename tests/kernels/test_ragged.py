@@ -40,6 +40,22 @@ def test_each_head_attends_to_its_own_rows(counts, shape):
 @pytest.mark.parametrize("form", FORMS)
 def test_packed_rows(form):
     check_ragged("cpu", "triton", [100, 1, 0, 27], 4, 64, form=form)
+    check_ragged("cpu", "triton", [33, 1, 0], 4, 64, form=form, times=9)
+
+
+@pytest.mark.parametrize(
+    "counts, shape",
+    [
+        ([31, 32, 33, 0, 1], dict(group=1, head_dim=32)),
+        ([63, 65], dict(group=4, head_dim=64, dtype=BF16)),
+        ([0, 129], dict(group=8, head_dim=128, dtype=F16, spare=300)),
+    ],
+)
+def test_a_row_that_counts_n_times_is_n_rows(counts, shape):
+    """And once each is no logs at all, to the bit."""
+    check_ragged("cpu", "triton", counts, times=100, **shape)
+    plain, once = (check_ragged("cpu", "triton", counts, times=t, **shape) for t in (0, 1))
+    assert torch.equal(plain, once)
 
 
 @pytest.mark.parametrize("apart", [False, True])

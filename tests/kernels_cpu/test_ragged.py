@@ -4,6 +4,8 @@ Stops: a head that reads another's rows or the room between them, a part of the 
 for one of a shorter, what an empty head leaves behind.
 """
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,9 +31,13 @@ COUNTS = st.sampled_from([0, 1, 2, 15, 16, 17, 31, 101, 255, 256, 257, 509, 1021
     dtype=st.sampled_from(DTYPES),
     spare=st.sampled_from([0, 1, 300]),
     backend=st.sampled_from(["auto", "auto", "cpu", "reference"]),
+    times=st.sampled_from([0, 1, 3, 30]),
 )
-def test_each_head_attends_to_its_own_rows(counts, group, head_dim, dtype, spare, backend):
-    check_ragged("cpu", backend, counts, group, head_dim, dtype, spare)
+def test_each_head_attends_to_its_own_rows(counts, group, head_dim, dtype, spare, backend, times):
+    out = check_ragged("cpu", backend, counts, group, head_dim, dtype, spare, times=times)
+    if times == 1:  # a row that counts once is a row, to the bit
+        given = "cpu", backend, counts, group, head_dim, dtype, spare
+        assert torch.equal(out, check_ragged(*given))
 
 
 @pytest.mark.parametrize("most", [SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 3])
@@ -39,12 +45,28 @@ def test_a_head_of_several_parts_beside_heads_of_one(most):
     """And on a CPU without C++ the same, whose seams are elsewhere."""
     for backend in ("auto", "cpu"):
         check_ragged("cpu", backend, [7, most, 0, SPLIT], 2, 32)
+        check_ragged("cpu", backend, [7, most, 0], 2, 32, times=3)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
 def test_packed_rows(form, backend):
-    check_ragged("cpu", backend, [300, 1, 0, 27], 4, 64, form=form)
+    for times in (0, 50):
+        check_ragged("cpu", backend, [300, 1, 0, 27], 4, 64, form=form, times=times)
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
+def test_one_row_for_a_million_is_their_softmax(backend):
+    """Against the closed form: n equal rows beside one more; and a hidden row is not there."""
+    q, k, v = torch.ones(1, 1, 2, 16), torch.zeros(3, 16), torch.zeros(3, 16)
+    k[0], v[0], v[1], v[2] = 0.5, 1.0, 3.0, 7.0
+    tables = torch.tensor([0]), torch.tensor([3])
+    for n in (1, 2, 1_000_000):
+        logs = torch.tensor([0.0, math.log(n), -math.inf])
+        out = decode_ragged(q, k, v, *tables, 3, 0.25, backend=backend, logs=logs)
+        most = math.exp(0.5 * 16 * 0.25)
+        expected = (most + 3 * n) / (most + n)
+        assert abs(out - expected).max() < 1e-6 * expected
 
 
 def store(counts, dtype=torch.float32):
@@ -100,3 +122,6 @@ def test_tables_that_do_not_fit_are_named():
         decode_ragged(q[:, :, :5], k, v, starts, lengths, 9, 0.1)
     with pytest.raises(ValueError, match=r"starts in torch.int32 .* expected torch.int64"):
         decode_ragged(q, k, v, starts.int(), lengths, 9, 0.1)
+    for logs in (torch.zeros(len(k) - 1), torch.zeros(len(k), dtype=torch.float64)):
+        with pytest.raises(ValueError, match=f"beside {len(k)} rows, expected torch.float32, one"):
+            decode_ragged(q, k, v, starts, lengths, 9, 0.1, logs=logs)

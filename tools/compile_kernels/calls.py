@@ -126,7 +126,8 @@ def call(case: Case) -> None:
     k, v = by_head(case)
     if case.launcher == "ragged":
         flat, tables = (k.flatten(0, 2), v.flatten(0, 2)), meta(2, 8, dtype=torch.int64)
-        decode_ragged(q, *flat, *tables, BUDGET, scale, backend="triton")
+        for logs in (None, meta(len(flat[0]), dtype=torch.float32)):
+            decode_ragged(q, *flat, *tables, BUDGET, scale, backend="triton", logs=logs)
     elif case.launcher == "topk":
         select_topk(scores, meta(1), meta(1), meta(1), meta(1, BUDGET), meta(1), backend="triton")
     elif case.launcher == "window":

@@ -1,6 +1,6 @@
 """Check decode attention to heads that hold different numbers of rows: each against float64
-attention to its rows alone (kernel_checks.py says the rule). All other rows of the flat run hold
-NaN, and heads lie in it in no order.
+attention to its rows alone, each as often as it counts (kernel_checks.py says the rule). All other
+rows of the flat run hold NaN, and heads lie in it in no order.
 """
 
 import math
@@ -46,9 +46,11 @@ def check_ragged(
     form: torch.dtype | None = None,
     scratch: Scratch | None = None,
     seed: int = 0,
+    times: int = 0,
 ) -> torch.Tensor:
     """Check decode_ragged under heads of these counts. spare: by how much `most` passes them; form:
-    dtype of packed rows. Returns out.
+    dtype of packed rows; times: rows count 1 to so often, as copies of them would; 0: once each,
+    without logs. Returns out.
     """
     generator = torch.Generator().manual_seed(seed)
     k, v, starts, lengths = flat_store(counts, head_dim, dtype, device, generator)
@@ -59,10 +61,14 @@ def check_ragged(
         exact = key_floats(k), floats(v)
     q = torch.randn(1, 1, len(counts) * group, head_dim, generator=generator).to(dtype).to(device)
     most, scale = max(counts) + spare, head_dim**-0.5
-    out = decode_ragged(q, k, v, starts, lengths, most, scale, scratch, backend)
+    counted = torch.randint(1, max(times, 1) + 1, (len(k),), generator=generator).to(device)
+    logs = counted.float().log() if times else None
+    out = decode_ragged(q, k, v, starts, lengths, most, scale, scratch, backend, logs)
     assert out.shape == q.shape and out.dtype == q.dtype
     for head, (first, n) in enumerate(zip(starts.tolist(), counts)):
         mine = slice(head * group, head * group + group)
-        rows = tuple(t[None, first : first + n] for t in exact)
-        check_attention(out[0, :, mine], q[0, :, mine], rows, [n], scale, f"head {head} of {n}")
+        often = counted[first : first + n]
+        rows = tuple(t[first : first + n].repeat_interleave(often, 0)[None] for t in exact)
+        seen, what = [int(often.sum())], f"head {head} of {n}"
+        check_attention(out[0, :, mine], q[0, :, mine], rows, seen, scale, what)
     return out
