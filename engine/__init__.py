@@ -29,6 +29,7 @@ _HOMES = {
     "PyramidKV": "engine.methods.evict.pyramidkv",
     "RandomEviction": "engine.methods.evict.random_eviction",
     "RandomEvictionAll": "engine.methods.evict.random_eviction",
+    "Razor": "engine.methods.evict.razor",
     "RKV": "engine.methods.evict.rkv",
     "RoCo": "engine.methods.evict.roco",
     "Scissorhands": "engine.methods.evict.scissorhands",

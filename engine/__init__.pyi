@@ -16,6 +16,7 @@ from engine.methods.evict.lm_infinite import LMInfinite as LMInfinite
 from engine.methods.evict.pyramidkv import PyramidKV as PyramidKV
 from engine.methods.evict.random_eviction import RandomEviction as RandomEviction
 from engine.methods.evict.random_eviction import RandomEvictionAll as RandomEvictionAll
+from engine.methods.evict.razor import Razor as Razor
 from engine.methods.evict.rkv import RKV as RKV
 from engine.methods.evict.roco import RoCo as RoCo
 from engine.methods.evict.scissorhands import Scissorhands as Scissorhands

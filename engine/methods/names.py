@@ -28,6 +28,7 @@ NAMES = (
     "quest",
     "random_eviction",
     "random_eviction_all",
+    "razor",
     "rkv",
     "roco",
     "scissorhands",

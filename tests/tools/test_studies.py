@@ -22,6 +22,7 @@ PROGRAMS = (
     "prefill.latent",
     "prefill.quality",
     "prefill.table",
+    "razor_heads",
     "reuse",
 )
 

@@ -15,6 +15,7 @@ from engine.base.errors import BadCheckpoint, SettingError
 from engine.methods.base import Method
 from engine.methods.evict.duo import Duo
 from engine.methods.evict.h2o_plus import H2OPlus
+from engine.methods.evict.razor import Razor
 from engine.methods.evict.snapkv_plus import SnapKVPlus
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.select.infllm import InfLLM
@@ -268,13 +269,40 @@ def duo(facts: Facts, part: float, forget: bool = False) -> Duo | str:
     except SettingError as error:
         return str(error)
     heads = layers.num_layers * facts.llm.config.num_kv_heads
-
-    def resident(count: int) -> float:
-        return device_share(facts.llm, replace(method, share=count / heads), facts.capacity)
-
-    least = resident(0)
-    if least > part:
+    most = _most_heads(facts, heads, part, lambda n: replace(method, share=n / heads))
+    if most is None:
+        least = device_share(facts.llm, replace(method, share=0.0), facts.capacity)
         return (
             f"its streaming heads alone, {method.sinks} + {method.recent} tokens, take {least:.1%}"
         )
-    return replace(method, share=largest(0, heads, lambda n: resident(n) <= part) / heads)
+    return replace(method, share=most / heads)
+
+
+def razor(facts: Facts, part: float) -> Razor | str:
+    """Build RazorAttention with the most retrieval heads, by induction, whose K and V, those of the
+    others included, are at most `part` of full attention's; the others see a 20th of the text, 64
+    tokens at least. Without scores: how to make them.
+    """
+    try:
+        heads = Path(facts.llm.folder) / "razor.json"
+        method = Razor(heads=heads, recent=64, compression=20, echo=0.0)
+        _, layers = facts.llm.resolve_method(method)
+    except SettingError as error:
+        return str(error)
+    many = layers.num_layers * facts.llm.config.num_kv_heads
+    most = _most_heads(facts, many, part, lambda n: replace(method, induction=n / many))
+    if most is None:
+        least = device_share(facts.llm, replace(method, induction=0.0), facts.capacity)
+        return f"its heads of few tokens alone take {least:.1%}"
+    return replace(method, induction=most / many)
+
+
+def _most_heads(
+    facts: Facts, heads: int, part: float, method: Callable[[int], Method]
+) -> int | None:
+    """The most whole heads, of so many, at which a method holds at most `part`; None: not at 0."""
+
+    def fits(count: int) -> bool:
+        return device_share(facts.llm, method(count), facts.capacity) <= part
+
+    return largest(0, heads, fits) if fits(0) else None

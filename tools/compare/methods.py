@@ -53,6 +53,7 @@ from tools.compare.build import (
     omnikv,
     omnikv_at_bytes,
     pod,
+    razor,
     streams,
     whole_chunks,
     whole_segments,
@@ -214,6 +215,13 @@ REGISTRY: dict[str, Entry] = {
         duo,
         partial(duo, forget=True),
         reads="own",
+        evicts=True,
+    ),
+    "razor": Entry(
+        "RazorAttention, retrieval heads and others with a mean of what they dropped; scores from "
+        "razor.json (tools.studies.razor_heads)",
+        razor,
+        razor,
         evicts=True,
     ),
     EVICTION_CONTROL: evicting(

@@ -112,6 +112,9 @@ def _method(
         config = llm.config
         gates = ((1.0,) * config.num_kv_heads,) * config.num_layers
         settings = {"gates": gates, "share": 1.0}
+    if name == "razor":
+        scores = ((1.0,) * llm.config.num_kv_heads,) * llm.config.num_layers
+        settings = {"heads": (scores, scores), "induction": 1.0}
     if name.startswith("omnikv"):
         settings = {"filter_layers": (first,), **CHOOSING, **settings}
     if name in SPARSE:

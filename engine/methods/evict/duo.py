@@ -13,7 +13,7 @@ answer. Of equal gates those of earlier layers and heads are the higher, where t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from engine.bank.base import Bank, Step
-from engine.base.checks import at_most_one, boolean, found, fraction, integer
+from engine.base.checks import at_most_one, boolean, fraction, integer
 from engine.base.errors import SettingError
-from engine.base.figures import human
-from engine.methods.base import Method, Runtime, Setup
+from engine.methods.base import Runtime, Setup
+from engine.methods.evict.by_head.kinds import HeadKinds, highest, no_budget
 from engine.methods.evict.duo_gates import (
     HOW,
     Facts,
@@ -35,18 +35,16 @@ from engine.methods.evict.duo_gates import (
     require_model,
 )
 from engine.methods.evict.shared.runtime import Chooser, EvictingRuntime
-from engine.methods.evict.shared.settings import Evicting, answer_tokens
-from engine.methods.evict.shared.store import ROOM, Part, Rows, Sequence, reserved, row_bytes
+from engine.methods.evict.shared.store import Part, Rows, Sequence
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
-from engine.plan.needs import Needs
 from kernels.launch.softmax import PLAIN
 from kernels.rows.forms import floats, key_floats
 from kernels.select.column_sums import tile_floats
 
 
 @dataclass(frozen=True)
-class Duo(Evicting):
+class Duo(HeadKinds):
     """gates: a table [layer][K/V head] of numbers from 0 to 1, or a file that holds one. share: of
     the model's K/V heads, those of the highest gates keep every token; or threshold: those with a
     gate of at least this do. sinks, recent: first and newest tokens that the other heads keep.
@@ -63,10 +61,8 @@ class Duo(Evicting):
 
     def __post_init__(self) -> None:
         if self.tokens is not None:
-            raise SettingError(
-                f"tokens: found {found(self.tokens)}, but duo has no budget for all heads; set "
-                "share or threshold (the heads that keep everything), sinks and recent"
-            )
+            instead = "share or threshold (the heads that keep everything), sinks and recent"
+            raise no_budget("duo", self.tokens, instead)
         at_most_one(self, "share", "threshold")
         boolean("forget", self.forget)
         integer("sinks", self.sinks, 0)
@@ -94,10 +90,7 @@ class Duo(Evicting):
         if self.threshold is not None:
             return tuple(tuple(gate >= self.threshold for gate in row) for row in rows)
         assert self.share is not None
-        places = [(i, j) for i, row in enumerate(rows) for j in range(len(row))]
-        # stable: of equal gates the earlier heads'
-        places.sort(key=lambda place: -rows[place[0]][place[1]])
-        chosen = set(places[: math.floor(self.share * len(places) + 0.5)])
+        chosen = highest(rows, self.share)
         return tuple(tuple((i, j) in chosen for j in range(len(r))) for i, r in enumerate(rows))
 
     def plan(self, config: ModelConfig) -> LayerPlan:
@@ -112,88 +105,19 @@ class Duo(Evicting):
         if self.gates is None:
             raise SettingError(f"gates: found none, expected a file or a table of them; {HOW}")
 
-    def streamed(self, config: ModelConfig) -> Method:
-        raise self.no_stream("keeps every token in some heads")
-
-    # ---------------------------------------------------------------- what is held
-
-    def heads_of(self, layer: int) -> tuple[int, int]:
-        """(retrieval heads, streaming heads) of a layer; (1, 0) without gates."""
-        if not self.whole:
-            return 1, 0
-        many = sum(self.whole[layer])
-        return many, len(self.whole[layer]) - many
-
-    def budgets(self, plan: LayerPlan, length: int) -> list[int]:
-        """Tokens that a layer keeps, mean over its heads, rounded up."""
-        small, found = min(length, self.sinks + self.recent), []
-        for layer in range(plan.num_layers):
-            many, few = self.heads_of(layer)
-            found.append(math.ceil((many * length + few * small) / (many + few)))
-        return found
-
-    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
-        """Gates are of every layer; streaming heads attend by a plain softmax."""
-        needs = super().needs(plan, config, capacity, itemsize)
-        return replace(needs, sliding=False, capped=False)
-
-    def budget(self, plan: LayerPlan, length: int) -> int:
-        budgets = self.budgets(plan, length)
-        return math.ceil(sum(budgets) / len(budgets))
+    def few(self, length: int) -> int:
+        return self.sinks + self.recent
 
     def waiting(self, capacity: int) -> int:
         """None: what a chunk leaves goes into the store at once."""
         return 0
 
-    def _total(self, plan: LayerPlan, config: ModelConfig, whole: int, small: int) -> int:
-        """Rows of single heads in all layers, of so many in each head of both kinds."""
-        kinds = [self.heads_of(layer) for layer in range(plan.num_layers)]
-        if not self.whole:
-            return plan.num_layers * config.num_kv_heads * whole
-        return sum(many * whole + few * small for many, few in kinds)
-
-    def _reserved(self, plan: LayerPlan, config: ModelConfig, prompt: int, generated: int) -> int:
-        """Rows of single heads that the stores hold after a prompt and `generated` tokens."""
-        most = self.sinks + self.recent
-        base = min(prompt, most)
-        small = reserved(base, min(base + generated, most))
-        return self._total(plan, config, reserved(prompt, prompt + generated), small)
-
-    def kv_bytes(
-        self, plan: LayerPlan, config: ModelConfig, itemsize: int, prompt: int, generated: int = 0
-    ) -> int:
-        rows = self._reserved(plan, config, prompt, generated)
-        return rows * (config.kv_bytes(itemsize) // config.num_kv_heads)
-
-    def held_bytes(
-        self, plan: LayerPlan, config: ModelConfig, itemsize: int, prompt: int, generated: int = 0
-    ) -> int:
-        return self._reserved(plan, config, prompt, generated) * row_bytes(config, itemsize, 0)
-
     def point_bytes(
         self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int
     ) -> int:
-        rows = self._total(plan, config, 0, min(capacity, self.sinks + self.recent))
-        return rows * row_bytes(config, itemsize, 0)
-
-    def store_bytes(
-        self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int
-    ) -> int:
-        """After the longest prompt and its answer, of which retrieval heads keep everything."""
-        small = min(capacity, self.sinks + self.recent) + ROOM
-        return self._total(plan, config, capacity + ROOM, small) * row_bytes(config, itemsize, 0)
-
-    def store_rows(self, plan: LayerPlan, capacity: int) -> int:
-        """Rows of all layers in `store_bytes`, mean over heads, rounded up."""
-        return sum(self.budgets(plan, capacity)) + plan.num_layers * ROOM
-
-    def store_note(self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int) -> str:
-        answer = answer_tokens(capacity)
-        token = self._total(plan, config, 1, 0) * row_bytes(config, itemsize, 0)
-        return (
-            f"{'' if self.forget else 'beside the bank, '}after a prompt of {capacity - answer} "
-            f"tokens and an answer of {answer}; {human(token)} a token of a longer answer"
-        )
+        """Those of streaming heads: of whole heads their number is enough."""
+        few = min(capacity, self.few(capacity))
+        return self.total_bytes(plan, config, itemsize, 0, few)
 
     def runtime(self, setup: Setup) -> Runtime:
         return DuoRuntime(self, setup)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.base.checks import found as shown
 from engine.base.checks import is_number
@@ -26,10 +26,20 @@ FORMAT = 1
 LIMIT = 4 << 20  # bytes; 128 layers of 128 heads at 25 characters a gate take 410 KB
 STEP = 0.02  # of the published training, which clips before a step
 MOST = 4096  # layers, and K/V heads of a layer
+
+
+class Table(NamedTuple):
+    """How errors speak of a table. name: the setting's; how: to get one."""
+
+    name: str
+    how: str
+
+
 HOW = (
     "make them in a clone: python -m tools.studies.duo_gates --model FOLDER; or take the model's "
     "full_attention_heads.tsv from mit-han-lab/duo-attention"
 )
+GATES = Table("gates", HOW)
 
 
 def read_gates(path: Path) -> tuple[Gates, Facts]:
@@ -37,23 +47,37 @@ def read_gates(path: Path) -> tuple[Gates, Facts]:
 
     Raises SettingError where it is neither.
     """
-    try:
-        text = read_text(path, LIMIT)
-    except BadCheckpoint as error:
-        raise SettingError(f"gates: {error}; {HOW}") from None
+    text = table_text(path, GATES)
     if not text.lstrip().startswith("{"):
         return checked_gates([_line(path, i, line) for i, line in enumerate(_lines(text), 1)]), ()
+    data, facts = table_data(path, text, GATES)
+    return checked_gates(data.get("gates")), facts
+
+
+def table_text(path: Path, table: Table) -> str:
+    """The text of a file. Raises SettingError where it cannot be read."""
+    try:
+        return read_text(path, LIMIT)
+    except BadCheckpoint as error:
+        raise SettingError(f"{table.name}: {error}; {table.how}") from None
+
+
+def table_data(path: Path, text: str, table: Table) -> tuple[dict[str, Any], Facts]:
+    """(what a JSON text holds, the numbers of the model that it names). Raises SettingError where
+    it is of another kind.
+    """
+    name, how = table.name, table.how
     try:
         data = parse(text.encode())
     except (ValueError, RecursionError) as error:
-        raise SettingError(f"gates: {path}: not valid JSON: {shown(str(error))}; {HOW}") from None
+        raise SettingError(f"{name}: {path}: not valid JSON: {shown(str(error))}; {how}") from None
     facts = data.get("model")
     if data.get("format") != FORMAT or not isinstance(facts, dict):
         raise SettingError(
-            f"gates: {path} is no file of gates: expected format {FORMAT} and the model's numbers; "
-            f"{HOW}"
+            f"{name}: {path} is no file of {name}: expected format {FORMAT} and the model's "
+            f"numbers; {how}"
         )
-    return checked_gates(data.get("gates")), checked_facts(tuple(sorted(facts.items())))
+    return data, checked_facts(tuple(sorted(facts.items())))
 
 
 def gates_text(gates: Gates, config: ModelConfig, more: dict[str, Any]) -> str:
@@ -77,27 +101,28 @@ def facts_of(config: ModelConfig) -> Facts:
     )
 
 
-def checked_gates(gates: Any) -> Gates:
+def checked_gates(gates: Any, table: Table = GATES) -> Gates:
     """Gates [layer][K/V head] as tuples. Raises SettingError where they are no such table of
     numbers from 0 to 1.
     """
+    name = table.name
     rows = gates if isinstance(gates, (list, tuple)) else ()
     if not 0 < len(rows) <= MOST or not all(isinstance(r, (list, tuple)) and r for r in rows):
         raise SettingError(
-            f"gates: found {shown(gates)}, expected a table [layer][K/V head] of numbers from 0 to "
-            "1, or a file that holds one"
+            f"{name}: found {shown(gates)}, expected a table [layer][K/V head] of numbers from 0 "
+            "to 1, or a file that holds one"
         )
     width = len(rows[0])
     for layer, row in enumerate(rows):
         if len(row) != width or width > MOST:
             raise SettingError(
-                f"gates: found {len(row)} K/V heads in layer {layer} and {width} in layer 0, "
+                f"{name}: found {len(row)} K/V heads in layer {layer} and {width} in layer 0, "
                 f"expected equally many, at most {MOST}"
             )
         for head, gate in enumerate(row):
             if not (is_number(gate) and 0 <= gate <= 1):  # NaN is refused here too
                 raise SettingError(
-                    f"gates: found {shown(gate)} for layer {layer}, K/V head {head}, expected a "
+                    f"{name}: found {shown(gate)} for layer {layer}, K/V head {head}, expected a "
                     "number from 0 to 1"
                 )
     return tuple(tuple(float(gate) for gate in row) for row in rows)
@@ -116,21 +141,22 @@ def checked_facts(facts: Any) -> Facts:
     return tuple((name, value) for name, value in pairs)
 
 
-def require_model(gates: Gates, facts: Facts, config: ModelConfig) -> None:
+def require_model(gates: Gates, facts: Facts, config: ModelConfig, table: Table = GATES) -> None:
     """Raise SettingError where gates are another model's."""
+    name, how = table.name, table.how
     mine = config.num_layers, config.num_kv_heads
     theirs = len(gates), len(gates[0])
     if theirs != mine:
         raise SettingError(
-            f"gates: found those of a model with {theirs[0]} layers of {theirs[1]} K/V heads, "
-            f"expected {mine[0]} layers of {mine[1]}, as this model has ({config.family}); {HOW}"
+            f"{name}: found those of a model with {theirs[0]} layers of {theirs[1]} K/V heads, "
+            f"expected {mine[0]} layers of {mine[1]}, as this model has ({config.family}); {how}"
         )
     known = dict(facts_of(config))
-    for name, value in facts:
-        if name in known and known[name] != value:
+    for fact, value in facts:
+        if fact in known and known[fact] != value:
             raise SettingError(
-                f"gates: found those of a model with {name} {shown(value)}, expected "
-                f"{shown(known[name])}, as this model has ({config.family}); {HOW}"
+                f"{name}: found those of a model with {fact} {shown(value)}, expected "
+                f"{shown(known[fact])}, as this model has ({config.family}); {how}"
             )
 
 

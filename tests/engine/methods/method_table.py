@@ -37,6 +37,7 @@ from engine.methods.evict.kvzip import KVzip
 from engine.methods.evict.lm_infinite import LMInfinite
 from engine.methods.evict.pyramidkv import PyramidKV
 from engine.methods.evict.random_eviction import RandomEvictionAll
+from engine.methods.evict.razor import Razor
 from engine.methods.evict.rkv import RKV
 from engine.methods.evict.roco import RoCo
 from engine.methods.evict.scissorhands import Scissorhands
@@ -78,6 +79,8 @@ class Row:
     # its partial layers read every key to choose, and the values of the chosen ones only
     scans: bool = False
     by_head: bool = False  # some heads keep every row
+    # rows of a layer's heads that are no token's: (runtime, layer) -> number
+    beside: object = lambda runtime, layer: 0  # noqa: E731
     evicts: bool = False  # forgets rows: what it dropped is never read again
     # its prefill is not full attention even where nothing was dropped before
     approximate: bool = False
@@ -106,6 +109,12 @@ def shared_rows(runtime, n):
 def retained_rows(runtime, n):
     """Evicting methods: what each K/V head's store holds, in every layer."""
     return {layer: runtime.positions(layer) for layer in range(runtime.plan.num_layers)}
+
+
+def means(runtime, layer):
+    """RazorAttention: the row of what a head has dropped, in each head that drops."""
+    store = runtime.store(layer)
+    return 0 if store is None or not store.dropped.count else len(store.few)
 
 
 def official_rows(runtime, n):
@@ -153,9 +162,13 @@ def duo_gates(layers=7, kv_heads=2):
 
 def fitted(method, layers, kv_heads):
     """The method for a model of another shape than the table's."""
+    if type(method) is Razor:
+        heads = (duo_gates(layers, kv_heads),) * 2
+        # of one head per layer none is whole, so that every layer reads less
+        some = method.induction if kv_heads > 1 or method.induction == 1 else 0.0
+        return replace(method, heads=heads, induction=some)
     if type(method) is not Duo:
         return method
-    # of one head per layer none is whole, so that every layer reads less
     share = method.share if kv_heads > 1 or method.share == 1 else 0.0
     return replace(method, gates=duo_gates(layers, kv_heads), share=share)
 
@@ -410,6 +423,19 @@ ROWS = (
         retained_rows,
         evicts=True,
         approximate=True,
+        by_head=True,
+        without=BY_POSITION,
+    ),
+    Row(
+        "razor",
+        Razor(heads=(duo_gates(),) * 2, induction=1.0),
+        (
+            Razor(heads=(duo_gates(),) * 2, induction=0.5, echo=0.0, recent=40, compression=9),
+            Razor(heads=(duo_gates(),) * 2, induction=0.0, echo=0.0, sinks=0, recent=70),
+        ),
+        retained_rows,
+        beside=means,
+        evicts=True,
         by_head=True,
         without=BY_POSITION,
     ),

@@ -259,6 +259,7 @@ def test_methods_that_know_no_windows_say_why_not(llm):
         if issubclass(kind, Evicting) and name not in (
             "duo",
             "kvzip",
+            "razor",
         ):  # tests/engine/methods/test_windowed_evicting.py
             with llm.session(kind()) as session:
                 assert session.plan.count(Role.LOCAL) == session.plan.count(Role.RETAINED) == 3

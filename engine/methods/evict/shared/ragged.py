@@ -41,7 +41,7 @@ def joined(method: Evicting, parts: list[Rows], softmax: Softmax = PLAIN) -> lis
 
 def copied(parts: list[Rows]) -> list[Rows]:
     """A copy of a layer's store that shares nothing."""
-    return Ragged(parts) if isinstance(parts, Ragged) else [rows.clone() for rows in parts]
+    return parts.remade() if isinstance(parts, Ragged) else [rows.clone() for rows in parts]
 
 
 class Ragged(list[Rows]):
@@ -94,6 +94,10 @@ class Ragged(list[Rows]):
             backend=setup.backend,
         )
 
+    def remade(self) -> Ragged:
+        """A copy that shares nothing, with room for what comes."""
+        return Ragged(self)
+
     def counted(self) -> Ragged:
         """Count the rows that were put; returns this store, or a larger one where a head has no
         room for one more.
@@ -102,4 +106,4 @@ class Ragged(list[Rows]):
             rows.held += 1
         self.table[1:] += 1
         self.most, self.spare = self.most + 1, self.spare - 1
-        return self if self.spare else Ragged(self)
+        return self if self.spare else self.remade()
