@@ -21,6 +21,7 @@ _HOMES = {
     "AdaSnapKV": "engine.methods.evict.ada_snapkv",
     "Duo": "engine.methods.evict.duo",
     "ExpectedAttention": "engine.methods.evict.expected_attention",
+    "FastGen": "engine.methods.evict.fastgen",
     "H2O": "engine.methods.evict.h2o",
     "H2OPlus": "engine.methods.evict.h2o_plus",
     "Keyformer": "engine.methods.evict.keyformer",

@@ -8,6 +8,7 @@ from engine.methods.evict.ada_snapkv import AdaPyramid as AdaPyramid
 from engine.methods.evict.ada_snapkv import AdaSnapKV as AdaSnapKV
 from engine.methods.evict.duo import Duo as Duo
 from engine.methods.evict.expected_attention import ExpectedAttention as ExpectedAttention
+from engine.methods.evict.fastgen import FastGen as FastGen
 from engine.methods.evict.h2o import H2O as H2O
 from engine.methods.evict.h2o_plus import H2OPlus as H2OPlus
 from engine.methods.evict.keyformer import Keyformer as Keyformer

@@ -402,7 +402,8 @@ class Step:
     """The inputs that all layers of one step share, computed once from the lengths on the device.
 
     positions int64 [B, Q]. visible int32 [B]: rows that the last query sees, its own included.
-    bucket: rows of the bank that this step's kernels may look at.
+    bucket: rows of the bank that this step's kernels may look at. tokens int64 [B, n]: the newest
+    ids, those of the step; at a prompt's end all, where the method asks for them (Needs.ids).
     """
 
     positions: torch.Tensor
@@ -411,6 +412,7 @@ class Step:
     bucket: int
     query_ring: QueryRing
     rotary: Rotary
+    tokens: torch.Tensor | None = None
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
     _rings: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
         default_factory=dict

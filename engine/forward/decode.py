@@ -115,5 +115,6 @@ class Decoder:
         """Return this runtime's part of a step; arguments as of `step`."""
         count, ring = tokens.shape[1], self.query_ring
         positions = lengths.long().unsqueeze(1) + torch.arange(count, device=tokens.device)
-        step = Step(positions, lengths + count, bank, bucket or bank.capacity, ring, self.rotary)
+        rows = bucket or bank.capacity
+        step = Step(positions, lengths + count, bank, rows, ring, self.rotary, tokens)
         return SequenceStep(tokens, self.runtime, step)

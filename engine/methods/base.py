@@ -197,7 +197,8 @@ class Setup:
     """The inputs of a runtime: one session's fixed facts.
 
     backend: kernel backend ("auto", "reference", "cpu", "triton"); scratch: buffers of the kernels;
-    softmax: what is particular in every layer's.
+    softmax: what is particular in every layer's; marks: gives the ids of special tokens and of
+    punctuation, None where a session has no tokenizer.
     """
 
     config: ModelConfig
@@ -209,6 +210,7 @@ class Setup:
     backend: str
     scratch: Scratch
     softmax: tuple[Softmax, ...]
+    marks: Callable[[], tuple[Collection[int], Collection[int]]] | None = None
 
     @classmethod
     def of(

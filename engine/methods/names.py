@@ -9,6 +9,7 @@ NAMES = (
     "brutal_offload",
     "duo",
     "expected_attention",
+    "fastgen",
     "full",
     "h2o",
     "h2o_plus",

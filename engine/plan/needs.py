@@ -43,6 +43,7 @@ class Needs:
     recurrent: it knows layers without attention, whose state only their tokens lead to. latent: it
     knows rows of latent attention, where V is K and one row serves all heads. again: rows
     of every layer that a pass of a prompt's end makes and drops (Runtime.passes); 0: there is none.
+    ids: the end of a prompt is told all token ids.
     """
 
     selected: int = 0
@@ -76,3 +77,4 @@ class Needs:
     point_bytes: int = 0
     proportional: bool = False
     again: int = 0
+    ids: bool = False

@@ -68,7 +68,10 @@ def ended(
     with torch.inference_mode():
         if not more:
             have_queries(session, runner, needs.prompt_window)
-            runtime.end_prompt(length, runner.at(length))
+            step = runner.at(length)
+            if needs.ids:
+                step.tokens = torch.tensor([session.committed[:length]], device=step.visible.device)
+            runtime.end_prompt(length, step)
         own = needs.history != "bank" or needs.own_prompts
         # a short prompt's window holds queries of the answer before it
         if ring.high == length and (own or length - start < needs.window):

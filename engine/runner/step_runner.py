@@ -77,6 +77,8 @@ class StepRunner:
             backend=backend,
             sinks=model.sinks,
         )
+        if loaded.tokenizer is not None:
+            setup = replace(setup, marks=loaded.tokenizer.marks)
         self.fused = isinstance(self.halves, FusedLayer)
         self.prompt_pieces = prompt_pieces(self.halves)
         if not self.fused:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import unicodedata
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -95,6 +96,7 @@ class Tokenizer:
             ],
         )
         self._plain_backend: tokenizers.Tokenizer | None = None
+        self._marks: tuple[frozenset[int], frozenset[int]] | None = None
 
     def let_others_run(self) -> None:
         """Encode long texts without the interpreter's lock, which `encode` holds for a second and
@@ -238,6 +240,15 @@ class Tokenizer:
                 return encoding, border, size
         return plain, 0, 0
 
+    def marks(self) -> tuple[frozenset[int], frozenset[int]]:
+        """(ids of special tokens, ids whose text is punctuation alone, but for spaces)."""
+        if self._marks is None:
+            ids = [i for i in range(self.vocab_max_id + 1) if i not in self.special_ids]
+            texts = self.backend.decode_batch([[i] for i in ids], skip_special_tokens=False)
+            found = (i for i, text in zip(ids, texts) if only_punctuation(text.strip()))
+            self._marks = self.special_ids, frozenset(found)
+        return self._marks
+
     def decode(self, ids: Iterable[int]) -> str:
         """Decode ids without special tokens, as transformers does with skip_special_tokens=True."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -295,6 +306,11 @@ class Tokenizer:
         if "ByteLevel" in types and types <= {"ByteLevel", "Fuse"}:
             return ByteStream(self, shown)
         return FallbackStream(self, shown)
+
+
+def only_punctuation(text: str) -> bool:
+    """Whether a text is one or more characters of Unicode's punctuation."""
+    return bool(text) and all(unicodedata.category(character)[0] == "P" for character in text)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

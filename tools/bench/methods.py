@@ -96,7 +96,7 @@ def _fill(
     names = {field.name for field in dataclasses.fields(cls)}
     offered = dict(filter_layers=filter_layers, tokens=tokens, dense_below=dense_below)
     offered["forget"] = False  # prompts are synthetic banks
-    if names & {"gates", "heads"}:  # heads have no budget of their own there
+    if names & {"gates", "heads", "eps"}:  # heads have no budget of their own there
         del offered["tokens"]
     try:
         return cls(**{name: value for name, value in offered.items() if name in names})

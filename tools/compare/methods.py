@@ -14,6 +14,7 @@ from engine import (
     AdaPyramid,
     AdaSnapKV,
     ExpectedAttention,
+    FastGen,
     Full,
     H2OPlus,
     Keyformer,
@@ -217,11 +218,19 @@ REGISTRY: dict[str, Entry] = {
         reads="own",
         evicts=True,
     ),
+    "fastgen": Entry(
+        "FastGen, each head what it looks at; no budget: 5% of the attention may go",
+        lambda facts, share: FastGen(),
+        group="others",
+        budget=False,
+        evicts=True,
+    ),
     "razor": Entry(
         "RazorAttention, retrieval heads and others with a mean of what they dropped; scores from "
         "razor.json (tools.studies.razor_heads)",
         razor,
         razor,
+        group="others",
         evicts=True,
     ),
     EVICTION_CONTROL: evicting(

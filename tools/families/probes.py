@@ -30,6 +30,7 @@ EVERYTHING = 512  # a budget that holds the text
 # settings under which a method reads everything (or most: see SPARSE); the others take `tokens`
 SETTINGS: dict[str, dict[str, object]] = {
     "full": {},
+    "fastgen": {"eps": 0.0},
     "brutal_offload": {"layers": 1, "ahead": 1},
     "infllm": {"local": EVERYTHING},
     "minference": {},

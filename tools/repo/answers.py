@@ -54,6 +54,7 @@ SETTINGS = {
     "tidaldecode": [dict(tokens=64), dict(share=0.1, gqa_reduce="max", correction_layer=5)],
     "minference": [{}],
     "duo": [dict(gates=((0.9, 0.1), (0.2, 0.8)) * 4, sinks=16, recent=64)],
+    "fastgen": [dict(eps=0.3, special=(0, 1, 2), punctuation=(3, 4, 5), every=16)],
     "razor": [dict(heads=(((0.9, 0.1), (0.2, 0.8)) * 4,) * 2, induction=0.5, echo=0.0, recent=64)],
     "pod_untrained": [dict(blocks=(0, 2, 5), first=8, recent=64)],
     "snapkv": [dict(tokens=96)],

@@ -30,6 +30,7 @@ from engine.methods.evict.a2sf import A2SF
 from engine.methods.evict.ada_snapkv import AdaPyramid, AdaSnapKV
 from engine.methods.evict.duo import Duo
 from engine.methods.evict.expected_attention import ExpectedAttention
+from engine.methods.evict.fastgen import FastGen
 from engine.methods.evict.h2o import H2O
 from engine.methods.evict.h2o_plus import H2OPlus
 from engine.methods.evict.keyformer import Keyformer
@@ -402,6 +403,18 @@ ROWS = (
         retained_rows,
         evicts=True,
         stays="its passes read everything that is held again and again",
+    ),
+    Row(
+        "fastgen",
+        FastGen(eps=0.0),
+        (
+            FastGen(eps=0.8, special=(1, 2), punctuation=(3, 4, 5)),
+            FastGen(eps=0.8, frequent=0.2, local=0.4, window=8, every=16),
+        ),
+        retained_rows,
+        evicts=True,
+        by_head=True,
+        without={"U2": "what its heads keep, they alone know: the plan says the most"},
     ),
     Row("roco", RoCo(tokens=CAPACITY), (RoCo(tokens=40),), retained_rows, evicts=True),
     Row(

@@ -45,8 +45,9 @@ def copied(parts: list[Rows]) -> list[Rows]:
 
 
 class Ragged(list[Rows]):
-    """A layer's parts, one K/V head each and none with scores: views of k, v [N, width] and
-    positions int32 [N]. Generated tokens stay in it, so that all heads grow by one row a step.
+    """A layer's parts, one K/V head each: views of k, v [N, width], positions int32 [N] and, of
+    parts with one score for each row, scores float32 [N], 0 of a new row. Generated tokens stay in
+    it, so that all heads grow by one row a step.
 
     table int64 [TABLES, h]: the row at which a head begins; how many it has with the one of the
     step under way; where that one goes. most: the largest of the second, counted on the host.
@@ -61,11 +62,15 @@ class Ragged(list[Rows]):
         first = old[0]
         self.k, self.v = (t.new_empty(at, t.shape[2]) for t in (first.k, first.v))
         self.positions = first.positions.new_empty(at)
+        self.scores = None if first.scores is None else first.scores.new_zeros(at)
         for rows, span in zip(old, spans):
             own = self.k[None, span], self.v[None, span], self.positions[None, span]
             for mine, theirs in zip(own, (rows.k, rows.v, rows.positions)):
                 mine[:, : rows.held] = theirs[:, : rows.held]
-            self.append(Rows(rows.heads, *own, None, rows.held, rows.base))
+            scores = None if self.scores is None else self.scores[None, None, span]
+            if scores is not None and rows.scores is not None:
+                scores[:, :, : rows.held] = rows.scores[:, :, : rows.held]
+            self.append(Rows(rows.heads, *own, scores, rows.held, rows.base))
         table = [(s.start, rows.held + 1, s.start + rows.held) for s, rows in zip(spans, old)]
         self.table = torch.tensor(table, device=first.k.device).T.contiguous()
         self.starts, self.seen, self.slots = self.table.unbind()
