@@ -31,7 +31,7 @@ from engine.methods.evict.duo_gates import Facts, checked_facts, require_model
 from engine.methods.evict.razor_heads import HOW, SCORES, checked_heads, read_heads
 from engine.methods.evict.shared.ragged import TABLES
 from engine.methods.evict.shared.runtime import Chooser, EvictingRuntime
-from engine.methods.evict.shared.store import Part, Rows, reserved
+from engine.methods.evict.shared.store import ROOM, Part, Rows, reserved
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from kernels.launch.softmax import PLAIN
@@ -101,6 +101,9 @@ class Razor(HeadKinds):
         most = self.few(prompt)
         base = min(prompt, most)
         return 1 + reserved(base, min(base + generated, most), most + 1)
+
+    def few_most(self, capacity: int) -> int:
+        return 1 + min(capacity + ROOM, self.few(capacity) + 1)
 
     def extra_bytes(self, config: ModelConfig, rows: int, layer: int) -> int:
         """Tables; of a layer with others than retrieval heads logs, sums and where means lie."""

@@ -33,7 +33,8 @@ def test_a_plan_counts_a_prompt_and_an_answer_apart(row, method, monkeypatch):
             held = max(held, session.stats.store_bytes)
         assert len(session) == CAPACITY
         kept = session.runtime.method.held_bytes(plan.layers, llm.config, 4, CAPACITY - 24, 24)
-    assert kept <= held <= planned
+    # what some keep, their heads alone know: the most is planned
+    assert held <= planned and (kept <= held or "U2" in row.without)
     # a store of share is planned for the longest prompt; Scissorhands' grows to twice its budget
     assert rows <= 1.1 * max(held, kept) or isinstance(method, Scissorhands)
     line = next(line for line in str(plan).splitlines() if "retained rows" in line)

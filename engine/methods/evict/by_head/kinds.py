@@ -39,6 +39,10 @@ class HeadKinds(Evicting):
         base, most = min(prompt, self.few(prompt)), self.few(prompt)
         return reserved(base, min(base + generated, most))
 
+    def few_most(self, capacity: int) -> int:
+        """Rows in such a head's store at most, used or not, in a session of `capacity` tokens."""
+        return min(capacity, self.few(capacity)) + ROOM
+
     def extra_bytes(self, config: ModelConfig, rows: int, layer: int) -> int:
         """Bytes beside K, V and positions of a layer's `rows`, rows of single heads."""
         return 0
@@ -113,12 +117,16 @@ class HeadKinds(Evicting):
         self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int
     ) -> int:
         """After the longest prompt and its answer, of which whole heads keep everything."""
-        sizes = capacity + ROOM, min(capacity, self.few(capacity)) + ROOM
+        sizes = capacity + ROOM, self.few_most(capacity)
         return self.total_bytes(plan, config, itemsize, *sizes)
 
     def store_rows(self, plan: LayerPlan, capacity: int) -> int:
-        """Rows of all layers in `store_bytes`, mean over heads, rounded up."""
-        return sum(self.budgets(plan, capacity)) + plan.num_layers * ROOM
+        """Rows of all layers in `store_bytes`, mean over heads."""
+        rows, small = 0, self.few_most(capacity)
+        for layer in range(plan.num_layers):
+            many, few = self.heads_of(layer)
+            rows += (many * (capacity + ROOM) + few * small) // (many + few)
+        return rows
 
     def store_note(self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int) -> str:
         answer = answer_tokens(capacity)
