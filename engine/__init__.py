@@ -34,6 +34,7 @@ _HOMES = {
     "RKV": "engine.methods.evict.rkv",
     "RoCo": "engine.methods.evict.roco",
     "Scissorhands": "engine.methods.evict.scissorhands",
+    "SirLLM": "engine.methods.evict.sirllm",
     "SnapKV": "engine.methods.evict.snapkv",
     "SnapKVPlus": "engine.methods.evict.snapkv_plus",
     "StreamingLLM": "engine.methods.evict.streaming_llm",

@@ -21,6 +21,7 @@ from engine.methods.evict.razor import Razor as Razor
 from engine.methods.evict.rkv import RKV as RKV
 from engine.methods.evict.roco import RoCo as RoCo
 from engine.methods.evict.scissorhands import Scissorhands as Scissorhands
+from engine.methods.evict.sirllm import SirLLM as SirLLM
 from engine.methods.evict.snapkv import SnapKV as SnapKV
 from engine.methods.evict.snapkv_plus import SnapKVPlus as SnapKVPlus
 from engine.methods.evict.streaming_llm import StreamingLLM as StreamingLLM

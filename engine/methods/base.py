@@ -31,6 +31,8 @@ from kernels.launch.softmax import Softmax
 from kernels.prefill.dense import prefill_dense
 from kernels.prefill.window import prefill_window
 
+# makes the logits behind tokens first .. stop-1 of a chunk or step: float32 [stop - first, vocab]
+Logits = Callable[[int, int], torch.Tensor]
 Encode = Callable[[str], list[int]]  # ids of a text; none where a session has no tokenizer
 
 
@@ -278,6 +280,15 @@ class Runtime:
     def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
         """Positions start .. stop-1 are about to be read, chunk by chunk. more: at least
         Needs.final_call tokens of the prompt follow in later calls.
+        """
+
+    def chunk_stop(self, first: int, stop: int) -> int:
+        """Where the chunk that begins at `first` ends: at `stop`, as planned, or before."""
+        return stop
+
+    def hear(self, ids: Sequence[int], logits: Logits) -> None:
+        """Note the tokens of the chunk or step that is about to be committed, and the logits behind
+        each; called where Needs.outputs says so.
         """
 
     def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:

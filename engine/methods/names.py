@@ -33,6 +33,7 @@ NAMES = (
     "rkv",
     "roco",
     "scissorhands",
+    "sirllm",
     "snapkv",
     "snapkv_plus",
     "streaming_llm",

@@ -44,6 +44,8 @@ class Needs:
     knows rows of latent attention, where V is K and one row serves all heads. again: rows
     of every layer that a pass of a prompt's end makes and drops (Runtime.passes); 0: there is none.
     ids: the end of a prompt is told all token ids.
+    outputs: it hears of every token and the logits behind it (Runtime.hear), for which the last
+    layer of a prompt is computed whole.
     """
 
     selected: int = 0
@@ -78,3 +80,4 @@ class Needs:
     proportional: bool = False
     again: int = 0
     ids: bool = False
+    outputs: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -52,8 +52,7 @@ def read(
     eta = Eta(flops, start, stop, passes)
     with reading(session, start, stop):
         size = len(ids) if runtime.needs.one_chunk else session.planner.chunk
-        for first in range(start, stop, size):
-            last = min(stop, first + size)
+        for first, last in _chunks(session, start, stop, size):
             began = time.perf_counter()
             where = history.prompt_begin(start), first, last, math.inf if more else stop
             session.origins.add(first, session.method.prompt_origins(session.plan, *where))
@@ -69,6 +68,30 @@ def read(
     if session.runner.model.device.type == "cpu" and len(ids) > size:
         give_back()  # 40 ms, of seconds
     return session.last_logits
+
+
+def _chunks(session: SessionState, start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """(first position, one past the last) of the chunks of at most `size` tokens, each as the
+    method wants it when those before it have been read.
+    """
+    while start < stop:
+        last = session.runtime.chunk_stop(start, min(stop, start + size))
+        yield start, last
+        start = last
+
+
+def _told(session: SessionState, ids: list[int], every: Outputs | None) -> Outputs | None:
+    """`every`, or what tells the method of these tokens too, where it asks (Needs.outputs)."""
+    if not session.runtime.needs.outputs:
+        return every
+    model, runtime = session.runner.model, session.runtime
+
+    def take(x: torch.Tensor, start: int) -> None:
+        runtime.hear(ids, lambda first, stop: model.logits(x[0, first:stop]))
+        if every is not None:
+            every(x, start)
+
+    return take
 
 
 def _read_chunk(
@@ -87,7 +110,7 @@ def _read_chunk(
         last_logits=ends,
         pieces=pieces,
         backend=runner.backend,
-        every=every,
+        every=_told(session, ids, every),
     )
     count, length = min(newest.shape[2], len(ids)), first + len(ids)
     session.query_ring.reserve(length)

@@ -69,6 +69,8 @@ class DecodeStep:
         token_id = runner.argmax.read() if self.token_id is None else self.token_id
         # before the token is there: an older note of its row would be taken for true
         session.origins.add(self.n - 1, [(self.n, None if self.kind.sparse else FULL)])
+        if session.runtime.needs.outputs:
+            session.runtime.hear([token_id], lambda first, stop: logits.unsqueeze(0))
         session.commit([token_id], 1, logits, runner.left_selection(self.kind))
         session.clock.ends(self._began)
         rows = runner.rows_read(self.n, self.kind.sparse)

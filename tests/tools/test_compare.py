@@ -596,7 +596,7 @@ def apart(llm, paper, variant, capacity):
 
 
 def test_the_head_of_a_document_is_read_once_where_its_end_goes_with_the_question(tiny):
-    """H2O+, Scissorhands and OmniKV-prefill: the tokens, rows and reading times of a
+    """H2O+, SirLLM, Scissorhands and OmniKV-prefill: the tokens, rows and reading times of a
     session that reads both together.
     """
     llm = LLM(str(tiny), dtype="float32", threads=1, method=Full(), chunk=64)
@@ -605,7 +605,7 @@ def test_the_head_of_a_document_is_read_once_where_its_end_goes_with_the_questio
         for v in every_variant(llm, 1300, budgets=(10, 40))
         if v.method is not None and v.entry.head
     ]
-    assert {v.name for v in found} == {"h2o_plus", "scissorhands", "omnikv_prefill"}
+    assert {v.name for v in found} == {"h2o_plus", "sirllm", "scissorhands", "omnikv_prefill"}
     paper = Paper(llm, Job("kv", 1100, 5, 2), Rules(2, max_tokens=4))
     shared, _, once = run_document(
         llm, paper, [Variant("full", "none", 100.0, Full()), *found], 1300
@@ -613,9 +613,10 @@ def test_the_head_of_a_document_is_read_once_where_its_end_goes_with_the_questio
     length = len(paper.turns.shared)
     for variant in found:
         head = variant.entry.head(llm, variant.method, length)
-        assert (
-            length // 3 < head < length and head % (500 if variant.name == "h2o_plus" else 64) == 0
-        )
+        whole = {"h2o_plus": 500}.get(variant.name, 64)
+        if variant.name == "sirllm":
+            whole = variant.method.parts(variant.method.tokens).segment
+        assert length // 3 < head < length and head % whole == 0
         mine = [r for r in shared if r["variant"] == variant.label]
         for record, other in zip(mine, apart(llm, paper, variant, 1300), strict=True):
             assert (record["tokens"], record["bytes_read"]) == (

@@ -16,6 +16,7 @@ from engine.methods.base import Method
 from engine.methods.evict.duo import Duo
 from engine.methods.evict.h2o_plus import H2OPlus
 from engine.methods.evict.razor import Razor
+from engine.methods.evict.sirllm import SirLLM
 from engine.methods.evict.snapkv_plus import SnapKVPlus
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.select.infllm import InfLLM
@@ -130,6 +131,7 @@ def evicting_at_bytes(build: Build) -> Build:
             return method
         # SnapKV's queries, a window beside the sinks
         least = max(getattr(method, "window", 1), getattr(method, "sink", 0) + 1)
+        least = getattr(method, "least", least)
 
         def resident(tokens: int) -> float:
             smaller = replace(method, share=None, tokens=tokens)
@@ -202,6 +204,13 @@ def whole_segments(llm: LLM, method: H2OPlus | SnapKVPlus, length: int) -> int:
     """Tokens of the whole segments of a method that evicts while it reads."""
     segment = method.segment
     assert isinstance(segment, int)  # of a variant that was built
+    return length // segment * segment
+
+
+def segments_of_budget(llm: LLM, method: SirLLM, length: int) -> int:
+    """Tokens of SirLLM's whole segments."""
+    assert method.tokens is not None  # of a variant that was built
+    segment = method.parts(method.tokens).segment
     return length // segment * segment
 
 

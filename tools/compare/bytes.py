@@ -20,7 +20,6 @@ from engine.load.planner import Planner
 from engine.methods.base import Method
 from engine.methods.controls.brutal_offload import BrutalOffload
 from engine.methods.evict.shared.settings import Evicting
-from engine.methods.evict.shared.store import row_bytes
 from engine.session.session import Session
 from tools.banks.registry import REAL, quantiser
 from tools.banks.simulated import SimulatedBank, simulated
@@ -80,10 +79,8 @@ def device_share(llm: LLM, method: Method, capacity: int) -> float:
         resolved, layers = llm.resolve_method(method)
         assert isinstance(resolved, Evicting)
         method = resolved
-        stored = method.held_bytes(layers, llm.config, size, capacity - 1, 1)
-        rows = stored // row_bytes(llm.config, size, method.scores_of(llm.config))
-        kv = llm.config.kv_bytes(size) / llm.config.num_kv_heads
-        return rows * kv / full_bytes(llm, capacity)
+        kept = method.kv_bytes(layers, llm.config, size, capacity - 1, 1)
+        return kept / full_bytes(llm, capacity)
     plan = offloaded(llm, method, capacity).plan()
     slots = (
         plan.placement.device_items(llm.config, llm.dtype.itemsize, capacity)["slots"]

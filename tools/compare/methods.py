@@ -27,6 +27,7 @@ from engine import (
     RandomEvictionAll,
     RoCo,
     Scissorhands,
+    SirLLM,
     SnapKV,
     SnapKVPlus,
     StreamingLLM,
@@ -55,6 +56,7 @@ from tools.compare.build import (
     omnikv_at_bytes,
     pod,
     razor,
+    segments_of_budget,
     streams,
     whole_chunks,
     whole_segments,
@@ -251,6 +253,12 @@ REGISTRY: dict[str, Entry] = {
         "LM-Infinite, 10 first tokens and a window, in prefill too",
         LMInfinite,
         sink=LMInfinite.sink,
+    ),
+    "sirllm": evicting_while_reading(
+        "SirLLM, 4 first tokens, the newest, and the most surprising, in prefill too",
+        SirLLM,
+        sink=SirLLM(share=0.5).least - 1,
+        head=segments_of_budget,
     ),
     "pod_untrained": Entry(
         "PoD without its training; blocks from pod.json (tools.calibrate.pod_groups)",

@@ -43,6 +43,7 @@ from engine.methods.evict.rkv import RKV
 from engine.methods.evict.roco import RoCo
 from engine.methods.evict.scissorhands import Scissorhands
 from engine.methods.evict.shared.settings import Evicting
+from engine.methods.evict.sirllm import SirLLM
 from engine.methods.evict.snapkv import SnapKV
 from engine.methods.evict.snapkv_plus import SnapKVPlus
 from engine.methods.evict.streaming_llm import StreamingLLM
@@ -330,6 +331,20 @@ ROWS = (
         evicts=True,
         approximate=True,
         without=BY_POSITION,
+    ),
+    Row(
+        "sirllm",
+        SirLLM(tokens=CAPACITY + 64, segment=64),
+        (SirLLM(tokens=40), SirLLM(share=0.2, sink=0, recent=0, segment=9, decay=0.7)),
+        retained_rows,
+        evicts=True,
+        approximate=True,
+        # a prompt's last layer is computed whole, for the logits of all tokens
+        tolerance=5e-5,
+        without={
+            "U5": "a session tells it of tokens and logits, a bare step does not",
+            "U8": "it chooses by surprise, whatever the scores",
+        },
     ),
     Row(
         "snapkv",

@@ -158,13 +158,15 @@ def compare(name, config, backend, forget):
         assert_evicted(session)
 
 
-@pytest.mark.parametrize("method", [pytest.param(row.neutral, id=row.name) for row, _ in ROWS])
-def test_a_budget_that_holds_everything_is_full_attention(llm, method):
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row, _ in ROWS])
+def test_a_budget_that_holds_everything_is_full_attention(llm, row):
+    """To the bit but where the table says why not."""
     ids = random_ids(300)
-    with llm.session(Full()) as full, llm.session(method) as session:
-        assert torch.equal(full.prefill(ids[:290]), session.prefill(ids[:290]))
+    equal = partial(torch.testing.assert_close, atol=row.tolerance, rtol=row.tolerance)
+    with llm.session(Full()) as full, llm.session(row.neutral) as session:
+        equal(full.prefill(ids[:290]), session.prefill(ids[:290]))
         for token in ids[290:]:
-            assert torch.equal(full.decode(token), session.decode(token))
+            equal(full.decode(token), session.decode(token))
         assert session.plan.count(Role.RETAINED) == 2 and session.runtime.rows_read(300)[0] == 300
         assert 1.0 <= session.stats.resident < 1.05  # with room for tokens to come
 
