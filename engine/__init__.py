@@ -27,6 +27,7 @@ _HOMES = {
     "Keyformer": "engine.methods.evict.keyformer",
     "KVzip": "engine.methods.evict.kvzip",
     "LMInfinite": "engine.methods.evict.lm_infinite",
+    "Longformer": "engine.methods.evict.longformer",
     "PyramidKV": "engine.methods.evict.pyramidkv",
     "RandomEviction": "engine.methods.evict.random_eviction",
     "RandomEvictionAll": "engine.methods.evict.random_eviction",

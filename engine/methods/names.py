@@ -17,6 +17,7 @@ NAMES = (
     "keyformer",
     "kvzip",
     "lm_infinite",
+    "longformer",
     "minference",
     "omnikv",
     "omnikv_newest",

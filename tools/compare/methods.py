@@ -20,6 +20,7 @@ from engine import (
     Keyformer,
     KVzip,
     LMInfinite,
+    Longformer,
     MInference,
     PyramidKV,
     Quest,
@@ -253,6 +254,9 @@ REGISTRY: dict[str, Entry] = {
         "LM-Infinite, 10 first tokens and a window, in prefill too",
         LMInfinite,
         sink=LMInfinite.sink,
+    ),
+    "longformer": evicting_while_reading(
+        "Longformer's mask, a window and a global first token, in prefill too", Longformer
     ),
     "sirllm": evicting_while_reading(
         "SirLLM, 4 first tokens, the newest, and the most surprising, in prefill too",

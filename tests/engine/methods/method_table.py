@@ -36,6 +36,7 @@ from engine.methods.evict.h2o_plus import H2OPlus
 from engine.methods.evict.keyformer import Keyformer
 from engine.methods.evict.kvzip import KVzip
 from engine.methods.evict.lm_infinite import LMInfinite
+from engine.methods.evict.longformer import Longformer
 from engine.methods.evict.pyramidkv import PyramidKV
 from engine.methods.evict.random_eviction import RandomEvictionAll
 from engine.methods.evict.razor import Razor
@@ -345,6 +346,19 @@ ROWS = (
             "U5": "a session tells it of tokens and logits, a bare step does not",
             "U8": "it chooses by surprise, whatever the scores",
         },
+    ),
+    Row(
+        "longformer",
+        Longformer(tokens=CAPACITY),
+        (
+            Longformer(tokens=20, dilation=3, positions=(9, 50, 51)),
+            Longformer(share=0.1, dilation=2, first=4),
+            Longformer(tokens=40),
+        ),
+        retained_rows,
+        evicts=True,
+        approximate=True,
+        without=BY_POSITION,
     ),
     Row(
         "snapkv",
