@@ -50,6 +50,7 @@ _HOMES = {
     "PodUntrained": "engine.methods.select.pod",
     "Quest": "engine.methods.select.quest",
     "TidalDecode": "engine.methods.select.tidaldecode",
+    "WindowRecompute": "engine.methods.window_recompute",
     "SamplingParams": "engine.sampling.params",
 }
 __all__ = list(_HOMES)

@@ -37,4 +37,5 @@ from engine.methods.select.minference import MInference as MInference
 from engine.methods.select.pod import PodUntrained as PodUntrained
 from engine.methods.select.quest import Quest as Quest
 from engine.methods.select.tidaldecode import TidalDecode as TidalDecode
+from engine.methods.window_recompute import WindowRecompute as WindowRecompute
 from engine.sampling.params import SamplingParams as SamplingParams

@@ -26,8 +26,10 @@ from engine.exact.prompt_lookup import PromptLookup
 from engine.forward.graphs import GraphedStep
 from engine.methods.base import Method
 from engine.methods.exact import MOST_DRAFTS, Exact, ExactRuntime, Kept
+from engine.methods.window_recompute import WindowRecompute
 from engine.plan.exact_costs import ExactCosts
 from engine.plan.layers import LayerPlan
+from engine.runner.recompute.runner import RecomputeRunner
 from engine.runner.state import SessionState
 from engine.runner.step_runner import StepKind, StepRunner
 
@@ -56,6 +58,8 @@ def runner_of(
     """The runner of a session's steps under a method and its plan, over `bank`."""
     if isinstance(method, Exact):
         return ExactRunner(session, method, plan, backend, bank)
+    if isinstance(method, WindowRecompute):
+        return RecomputeRunner(session, method, plan, backend, bank)
     loaded, ring = session.loaded, session.query_ring
     return StepRunner(loaded, method, plan, bank.capacity, backend, bank, ring)
 

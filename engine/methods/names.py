@@ -41,5 +41,6 @@ NAMES = (
     "tidaldecode",
     "vase",
     "window",
+    "window_recompute",
     "zigzagkv",
 )

@@ -13,7 +13,7 @@ from engine.bank.recurrent.savepoints import Savepoints
 from engine.bank.row_origins import Span
 from engine.base.device import synchronize
 from engine.base.heap import give_back
-from engine.forward.prefill import Outputs, run_chunk
+from engine.forward.prefill import Outputs
 from engine.methods.requirements import validate_parts
 from engine.plan.prefill_time import Eta, PrefillFlops, Progress
 from engine.runner.passes.passes import tell
@@ -102,16 +102,7 @@ def _read_chunk(
     """
     runner, device = session.runner, session.runner.model.device
     tokens = torch.tensor([ids], dtype=torch.int64, device=device)
-    ends, pieces = first + len(ids) == stop, runner.prompt_pieces
-    where = (session.loaded.rotary, session.runtime, session.bank, tokens, first, stop)
-    logits, newest = run_chunk(
-        runner.model,
-        *where,
-        last_logits=ends,
-        pieces=pieces,
-        backend=runner.backend,
-        every=_told(session, ids, every),
-    )
+    logits, newest = runner.read(tokens, first, stop, _told(session, ids, every))
     count, length = min(newest.shape[2], len(ids)), first + len(ids)
     session.query_ring.reserve(length)
     session.query_ring.write_chunk(newest[:, :, -count:], length)

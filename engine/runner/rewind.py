@@ -117,6 +117,10 @@ def refresh_logits(session: SessionState, progress: Progress | None = None) -> N
         replay(session, progress)
         return
     with torch.inference_mode(), rewound_on_error(session):
+        known = session.runner.logits_again(n)
+        if known is not None:
+            session.learn(known)
+            return
         if n > history.prompt_length and session.runner.kind(n).own:
             session.learn(_step_again(session, n))
             return

@@ -18,6 +18,7 @@ from engine.bank.query_ring import QueryRing
 from engine.forward.decode import Decoder
 from engine.forward.graphs import GraphedStep
 from engine.forward.layer import FusedLayer, TorchLayer
+from engine.forward.prefill import Outputs, run_chunk
 from engine.forward.prompt_layer import prompt_pieces
 from engine.load.loaded import Loaded
 from engine.methods.base import Method, Setup
@@ -43,10 +44,11 @@ class StepRunner:
     `runtime` before its first prompt. dense_below: tokens of context below which full attention
     runs. fused: whether steps run on our own kernels. token int64 [1, 1], length int32 [1]: inputs
     of a captured graph, filled by `feed`. batchable: whether its step may join a batched step
-    (engine/batch/step.py).
+    (engine/batch/step.py). needs_rows: whether tokens are worth nothing to it without their rows.
     """
 
     batchable = True
+    needs_rows = True
 
     def __init__(
         self,
@@ -163,6 +165,28 @@ class StepRunner:
     def run_with(self, decoder: Decoder) -> torch.Tensor:
         """Run another decoder's step, eager, of the fed token; float32 logits [vocab]."""
         return decoder.step(self.token, self.length, self.bank)[0, -1]
+
+    def logits_again(self, n: int) -> torch.Tensor | None:
+        """Return the logits [vocab] behind the newest of n tokens where no row is needed for them;
+        None: the rows are.
+        """
+        return None
+
+    def read(
+        self, tokens: torch.Tensor, first: int, stop: int, every: Outputs | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Run a chunk of a prompt that ends at `stop`: tokens int64 [1, C] at positions from
+        `first` on; as run_chunk (engine/forward/prefill.py), with logits at the prompt's end.
+        """
+        where = self._rotary, self.runtime, self.bank, tokens, first, stop
+        return run_chunk(
+            self.model,
+            *where,
+            last_logits=first + tokens.shape[1] == stop,
+            pieces=self.prompt_pieces,
+            backend=self.backend,
+            every=every,
+        )
 
     def at(self, length: int) -> Step:
         """Return the Step of the newest of `length` tokens, as a decode step would build it."""

@@ -194,7 +194,7 @@ class Session(SessionState):
         self.require_open()
         ids = checked_ids(ids, self.loaded.config.vocab_size)
         self.require_room(len(ids))
-        if self.bank.forgets:
+        if self.bank.forgets and self.runner.needs_rows:
             raise SettingError(
                 f"adopt: found {self.method.name} with forget=True, which has no bank for rows "
                 "that others made; read the tokens, or use forget=False"

@@ -62,7 +62,7 @@ class Slow:
 
     def install(self) -> None:
         """Slow down the moment's own function of the engine."""
-        import engine.runner.prefill
+        import engine.runner.step_runner
         import engine.session.check
         import engine.session.generate
         from weights.checkpoint import Checkpoint
@@ -77,7 +77,7 @@ class Slow:
             setattr(home, name, slowed)
 
         before(Checkpoint, "stream", "load", 1.0)
-        before(engine.runner.prefill, "run_chunk", "read", 0.3)
+        before(engine.runner.step_runner, "run_chunk", "read", 0.3)
         before(engine.session.generate, "decode", "answer", 0.05)
         before(engine.session.check.Pair, "at", "command", 0.05)
 

@@ -219,6 +219,11 @@ def keeps_all(facts: Facts, part: float) -> str:
     return "every key and value stays on the device, 100% at any budget"
 
 
+def recomputes(facts: Facts, part: float) -> str:
+    """Why a method that keeps no K and V has no budget in bytes."""
+    return "it keeps 0 bytes of K and V from one step to the next, at any budget"
+
+
 def streams(build: Build) -> Build:
     """Why a method that fetches by layer has no budget in bytes."""
 

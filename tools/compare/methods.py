@@ -35,6 +35,7 @@ from engine import (
     TidalDecode,
     VaSE,
     Window,
+    WindowRecompute,
     ZigZagKV,
 )
 from engine.base.errors import SettingError, UsageError
@@ -57,6 +58,7 @@ from tools.compare.build import (
     omnikv_at_bytes,
     pod,
     razor,
+    recomputes,
     segments_of_budget,
     streams,
     whole_chunks,
@@ -249,6 +251,13 @@ REGISTRY: dict[str, Entry] = {
     ),
     "window": evicting_while_reading(
         "window attention, the newest tokens only, in prefill too", Window
+    ),
+    "window_recompute": Entry(
+        "the window encoded anew for every token, the oracle of streams; slow",
+        lambda facts, share: WindowRecompute(max(1, math.floor(share * facts.capacity))),
+        recomputes,
+        group="others",
+        reads="own",
     ),
     "lm_infinite": evicting_while_reading(
         "LM-Infinite, 10 first tokens and a window, in prefill too",

@@ -58,6 +58,7 @@ from engine.methods.select.minference import MInference
 from engine.methods.select.pod import PodUntrained
 from engine.methods.select.quest import Quest
 from engine.methods.select.tidaldecode import TidalDecode
+from engine.methods.window_recompute import WindowRecompute
 from engine.plan.layers import tail_start
 from tests.builders import SESSION_MODEL
 
@@ -480,6 +481,16 @@ ROWS = (
         evicts=True,
         by_head=True,
         without=BY_POSITION,
+    ),
+    Row(
+        "window_recompute",
+        WindowRecompute(tokens=CAPACITY),
+        (WindowRecompute(tokens=40),),
+        approximate=True,
+        stays="it keeps no rows",
+        # what is a step elsewhere runs as a chunk
+        tolerance=5e-5,
+        without={"U5": "a session's runner gathers the tokens, a bare step has one"},
     ),
     Row("brutal_offload", BrutalOffload(layers=3, ahead=2), offload="host"),
     Row(

@@ -164,8 +164,11 @@ def test_u2_declared_bytes_are_allocated(row, method):
                 for name, size, _ in plan.items
                 if name in ("context bank", "working sets", "streaming")
             )
-            assert stats.bank_bytes == planned
-            assert bank.tiered or allocated(bank) == planned
+            if bank.forgets:  # no chunk's rows wait between two calls
+                assert allocated(bank) == stats.bank_bytes < planned
+            else:
+                assert stats.bank_bytes == planned
+                assert bank.tiered or allocated(bank) == planned
             assert (
                 stats.selection_bytes
                 == plan.bytes_of("selection")

@@ -387,7 +387,9 @@ def test_an_answer_does_not_end_at_what_is_held():
 # ---------------------------------------------------------------- what cannot stream
 
 
-@pytest.mark.parametrize("name", sorted(set(methods()) - {*KINDS, "sirllm", "longformer"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(methods()) - {*KINDS, "sirllm", "longformer", "window_recompute"})
+)
 def test_a_method_that_cannot_stream_is_refused_with_the_way_out(name):
     with pytest.raises(
         SettingError, match=f"forever: found {name}, which .*; use streaming_llm, lm_infinite or"

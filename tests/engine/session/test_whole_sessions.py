@@ -275,7 +275,7 @@ def test_going_back_below_a_switch_reads_nothing_again(llm, monkeypatch):
         steps(session)
         assert session.tokens_again(300) == 0
         with monkeypatch.context() as patched:
-            patched.setattr("engine.runner.prefill.run_chunk", None)  # reading would call it
+            patched.setattr("engine.runner.step_runner.run_chunk", None)  # reading would call it
             session.truncate(300)
         fresh.set_method(SnapKV(tokens=96))
         assert same(session, fresh)

@@ -236,7 +236,8 @@ class Sequence(Answers):
         model.reserve(at + len(ids))
         if broken and read:
             whole = len(read) == len(ids) or len(read) % self.llm.chunk == 0
-            self.require(whole or self.session.runtime.needs.one_chunk, "part of a chunk")
+            needs = self.session.runtime.needs  # SirLLM's chunks are its segments
+            self.require(whole or needs.one_chunk or needs.outputs, "part of a chunk")
             model.interrupted(read, len(ids), opened)
         elif read:
             model.add("prefill", read, more)

@@ -1,0 +1,1 @@
+"""Sessions without K and V: each token encodes the newest ones again."""
