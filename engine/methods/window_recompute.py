@@ -22,6 +22,8 @@ from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
 
+BLOCK = 64  # rows of which a bank on a GPU has a whole number
+
 
 @dataclass(frozen=True)
 class WindowRecompute(Method):
@@ -47,7 +49,9 @@ class WindowRecompute(Method):
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         rows = min(self.tokens, capacity)
-        size = rows * len(config.keeping_layers) * config.kv_bytes(itemsize)
+        whole = -(-rows // BLOCK) * BLOCK
+        size = whole * len(config.keeping_layers) * config.kv_bytes(itemsize)
+        size += whole * len(config.ring_layers) * config.kv_bytes(itemsize, local=True)
         return Needs(
             store_bytes=size,
             store_note=f"K and V of {rows:,} tokens, while a step encodes them",

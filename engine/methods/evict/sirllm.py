@@ -107,6 +107,10 @@ class SirLLM(Windowed):
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         return replace(super().needs(plan, config, capacity, itemsize), outputs=True)
 
+    def prompt_bytes(self, config: ModelConfig, capacity: int, chunk: int, itemsize: int) -> int:
+        """Some rows of logits, and what their sums take."""
+        return 8 * max(config.vocab_size, min(SLICE, chunk * config.vocab_size))
+
     def scores_of(self, config: ModelConfig) -> int:
         """The surprise: one number for all query heads."""
         return 1
