@@ -47,7 +47,7 @@ class BlockStream:
         size: int,
         stream: SideStream,
     ) -> None:
-        self.streamed = 0  # bytes read from host memory and rings, but for listed rows
+        self.streamed = 0  # bytes read from host memory, but for listed rows
         # bytes of listed rows: int64 [1] on the device, which alone knows how many there were
         self.moved = torch.zeros(1, dtype=torch.int64, device=layout.device)
         self.size = size
@@ -124,11 +124,10 @@ class BlockStream:
         staged = self._writer.staged_rows(layer, stop)
         with self._filling(layer) as (turn, buffer):
             middle = stop if staged is None else max(first, min(stop, staged[0]))
-            self._reader.read(layer, first, middle, buffer)
+            self.streamed += self._reader.read(layer, first, middle, buffer)
             if staged is not None:
                 low, rows = staged
                 copy_rows(buffer[middle - first : stop - first], rows[middle - low : stop - low])
-            self.streamed += (middle - first) * self._reader.part_bytes
             return _Copy(layer, first, stop, None, turn, self._stream.record_event())
 
     def _start_listed(self, layer: int, rows: PromptRows) -> _Copy:
@@ -140,8 +139,7 @@ class BlockStream:
         with self._filling(layer) as (turn, buffer):
             listed = len(rows.tokens)
             self._reader.read_listed(layer, rows.tokens, rows.count, buffer[:listed], self.moved)
-            self._reader.read(layer, first, stop, buffer[listed:])
-            self.streamed += (stop - first) * self._reader.part_bytes
+            self.streamed += self._reader.read(layer, first, stop, buffer[listed:])
             return _Copy(layer, first, stop, rows, turn, self._stream.record_event())
 
     def _begun(self, layer: int, first: int, stop: int, named: PromptRows | None) -> _Copy | None:
@@ -184,7 +182,7 @@ class BlockStream:
         # race: rows may still be on their way to the host
         wait(self._writer.event, self._layout.device)
         rows = self._layout.empty(stop - first)
-        self._reader.read(layer, first, stop, rows)
+        self.streamed += self._reader.read(layer, first, stop, rows)
         return rows
 
     def forget(self) -> None:

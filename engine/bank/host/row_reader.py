@@ -14,21 +14,23 @@ from engine.bank.host.write_back import WriteBack
 
 class RowReader:
     """Copies on the current stream; the caller has waited for the rows. set_of: each offloaded
-    layer's working set.
+    layer's working set. What `read` and its like return counts rows of host memory, which come over
+    the link; rows of a ring lie on the device already.
     """
 
     def __init__(self, host: HostRows, writer: WriteBack, set_of: Mapping[int, WorkingSet]) -> None:
         self._host, self._writer, self._set_of = host, writer, set_of
         self.part_bytes = host.part_bytes
 
-    def read(self, layer: int, first: int, stop: int, out: torch.Tensor) -> None:
-        """Copy rows first .. stop-1 of a layer to out[0:]."""
+    def read(self, layer: int, first: int, stop: int, out: torch.Tensor) -> int:
+        """Copy rows first .. stop-1 of a layer to out[0:]; bytes that came over the link."""
         middle = min(max(first, self._writer.host_length), stop)
         if first < middle:
             self._host.read(layer, first, out, 0, middle - first)
         if middle < stop:
             newest = self._set_of[layer].newest(layer, middle, stop)
             copy_rows(out[middle - first : stop - first], newest)
+        return (middle - first) * self.part_bytes
 
     def read_listed(
         self,
@@ -45,9 +47,9 @@ class RowReader:
             programs = self._host.pool.programs
             self._host.read(layer, tokens, out, 0, count, moved, programs)
 
-    def read_tokens(self, layer: int, tokens: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy the rows of `tokens`, an ascending int32 list of positions, to out[0:]. The host
-        waits to learn how many of them the ring has.
+    def read_tokens(self, layer: int, tokens: torch.Tensor, out: torch.Tensor) -> int:
+        """Copy the rows of `tokens`, an ascending int32 list of positions, to out[0:]; bytes that
+        came over the link. The host waits to learn how many of them the ring has.
         """
         old = int((tokens < self._writer.host_length).sum())
         if old:
@@ -55,10 +57,13 @@ class RowReader:
             self._host.read(layer, tokens[:old], out, 0, old, programs=programs)
         if old < len(tokens):
             copy_rows(out[old : len(tokens)], self._set_of[layer].listed(layer, tokens[old:]))
+        return old * self.part_bytes
 
-    def read_selected(self, layer: int, index: torch.Tensor, count: int, out: torch.Tensor) -> None:
-        """Copy the rows of index[:count], an int32 list of positions in host memory, to out[0:].
+    def read_selected(self, layer: int, index: torch.Tensor, count: int, out: torch.Tensor) -> int:
+        """Copy the rows of index[:count], an int32 list of positions in host memory, to out[0:];
+        bytes that came over the link.
 
         Both the list and the rows are read on the host: the ablation without packed fetches.
         """
         self._host.read(layer, index, out, 0, count, backend="reference")
+        return count * self.part_bytes

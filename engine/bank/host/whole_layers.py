@@ -36,7 +36,7 @@ class WholeLayers:
         stream: SideStream,
         spare: int = 0,
     ) -> None:
-        self.streamed = 0  # bytes read from host memory and rings
+        self.streamed = 0  # bytes read from host memory
         self.staged: dict[int, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
         self.buffers = [layout.empty(capacity) for _ in range(count)]
         self._reader, self._writer, self._blocks = reader, writer, blocks
@@ -60,8 +60,7 @@ class WholeLayers:
         with self._stream.after_main():
             # race: rows may still be on their way to the host
             self._stream.wait_event(self._writer.event)
-            self._reader.read(layer, 0, count, rows)
-        self.streamed += count * self._reader.part_bytes
+            self.streamed += self._reader.read(layer, 0, count, rows)
         self.staged[layer] = rows, self._stream.record_event()
 
     def kv(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,8 +76,7 @@ class WholeLayers:
         count = stop - first
         short = count <= self._blocks.size
         rows = self._blocks.idle_buffer() if short else self._spare_rows(count)
-        self._reader.read(layer, first, stop, rows)
-        self.streamed += count * self._reader.part_bytes
+        self.streamed += self._reader.read(layer, first, stop, rows)
         return self._layout.views(rows[:count])
 
     def _staged_kv(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,9 +111,8 @@ class WholeLayers:
         # race: chosen rows, or the tail's older ones, may still be on their way to the host
         wait(self._writer.event, self._layout.device)
         if kept:
-            self._reader.read_selected(layer, index[0, 0], kept, rows)
-        self._reader.read(layer, tail, stop, rows[kept:])
-        self.streamed += rows.nbytes
+            self.streamed += self._reader.read_selected(layer, index[0, 0], kept, rows)
+        self.streamed += self._reader.read(layer, tail, stop, rows[kept:])
         order = torch.arange(kept, dtype=torch.int32, device=rows.device)[None, None]
         return SparseRows(
             *self._layout.views(rows), order, counts, counts, torch.full_like(counts, len(rows))
@@ -148,9 +145,8 @@ class WholeLayers:
         rows = self._layout.empty(len(tokens) + stop - first)
         # race: chosen rows may still be on their way to the host
         wait(self._writer.event, self._layout.device)
-        self._reader.read_tokens(layer, tokens.int(), rows)
-        self._reader.read(layer, first, stop, rows[len(tokens) :])
-        self.streamed += rows.nbytes
+        self.streamed += self._reader.read_tokens(layer, tokens.int(), rows)
+        self.streamed += self._reader.read(layer, first, stop, rows[len(tokens) :])
         return rows
 
     def forget(self) -> None:

@@ -7,10 +7,11 @@ Source: OmniKV paper, Table 7 ("without context bank").
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
-from engine.bank.base import Step
+from engine.bank.base import Bank, SparseRows, Step
 from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.omnikv.method import OmniKV
@@ -26,7 +27,7 @@ class OmniKVPerLayer(OmniKV):
     choice; nothing is reused.
 
     Settings as OmniKV's; of filter_layers only the first counts. Over an offloaded bank every
-    layer's K comes back to be scored: selection without sharing saves no bytes.
+    layer comes back whole in every step, to be scored: selection without sharing saves no bytes.
     """
 
     full_prompts = True
@@ -64,8 +65,41 @@ class PerLayerRuntime(OmniKVRuntime):
     """Each sparse layer chooses, then reads what it chose."""
 
     def attend_sparse(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """A layer in host memory comes over once, for its scores and for what they choose."""
+        if step.bank.on_host(layer):
+            brought = cast(Bank, _Brought(*step.bank.kv(layer, step.bucket)))
+            step = replace(step, bank=brought)
         self.attend_and_select(layer, q, step)
         return super().attend_sparse(layer, q, step)
+
+
+class _Brought:
+    """A layer that lies on the device whole for now: what a step asks of a bank of it. k, v [1,
+    Hkv, T, D] views.
+    """
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self._rows = k, v
+
+    def kv(self, layer: int, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Its K and V; a caller looks at no more than it may see."""
+        return self._rows
+
+    def must_stream(self, layer: int, backend: str) -> bool:
+        """Whether it comes in blocks: it is there."""
+        return False
+
+    def selected(
+        self,
+        layer: int,
+        index: torch.Tensor,
+        counts: torch.Tensor,
+        tail_start: torch.Tensor,
+        step: Step,
+        fetched: bool = True,
+    ) -> SparseRows:
+        """As Bank.selected."""
+        return SparseRows(*self._rows, index, counts, tail_start, step.visible)
 
 
 @dataclass(frozen=True)

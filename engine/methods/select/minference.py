@@ -161,20 +161,22 @@ class MInferenceRuntime(Runtime):
         """Dense where every head's pattern covers everything. The last layer comes twice, with all
         queries and with the newest alone, which uses the lines of all.
         """
-        k, v = bank.kv(layer)
         stop, patterns = start + q.shape[1], self.table[layer]
-        if all(self._covers(pattern, stop) for pattern in patterns):
+        dense = all(self._covers(pattern, stop) for pattern in patterns)
+        known = self._newest if q.shape[1] == 1 and not dense else None
+        if known is not None and known[:2] == (layer, stop):
+            return known[2]
+        k, v = bank.kv(layer)
+        if dense:
             return prefill_dense(q, k, v, start, self.scale, backend=self.setup.backend)
-        if q.shape[1] > 1 or self._newest is None or self._newest[:2] != (layer, stop):
-            out, lse = self.attend_patterns(patterns, q, k, v, start)
-            if self.meter is not None:
-                given = self.scale, PLAIN, self.setup.backend
-                dense = prefill_dense_lse(q, k, v, start, *given)[1]
-                recall = torch.exp(lse - dense).mean((0, 1))
-                self.meter.append({"layer": layer, "start": start, "recall": recall})
-            self._newest = layer, stop, out[:, -1:]
-            return out
-        return self._newest[2]
+        out, lse = self.attend_patterns(patterns, q, k, v, start)
+        if self.meter is not None:
+            given = self.scale, PLAIN, self.setup.backend
+            every = prefill_dense_lse(q, k, v, start, *given)[1]
+            recall = torch.exp(lse - every).mean((0, 1))
+            self.meter.append({"layer": layer, "start": start, "recall": recall})
+        self._newest = layer, stop, out[:, -1:]
+        return out
 
     def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
         """Drop what is left of an interrupted chunk."""

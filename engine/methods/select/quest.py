@@ -5,8 +5,8 @@ Source: Quest (Tang et al., ICML 2024), section 3, and mit-han-lab/Quest. Prompt
 Published: pages of 16 tokens, the first two layers dense, at least three pages, and, as in its
 kernels, the newest page always read and counted. Its code knows one K/V head per query head; over a
 group the bounds are reduced by `gqa_reduce` to one page list per K/V head. Where a layer lives in
-host memory, the extremes of its pages are on the device, and a step brings over the pages that its
-heads choose.
+host memory, the extremes of its pages are on the device, made while its K is there too, and a step
+brings over the pages that its heads choose.
 """
 
 from __future__ import annotations
@@ -96,13 +96,26 @@ class Quest(Budgeted):
             latent=True,
         )
 
+    def prompt_rows(
+        self,
+        capacity: int,
+        begin: int,
+        stop: int,
+        total: float,
+        room: int,
+        first: int | None = None,
+    ) -> int:
+        """The past, and what the chunk before left of a page."""
+        return begin + (begin % self.page if first is None else 0)
+
     def runtime(self, setup: Setup) -> Runtime:
         return QuestRuntime(self, setup)
 
 
 class QuestRuntime(Selecting):
-    """A page's extremes are computed when a step first needs it, and those of the newest page in
-    every step, so that nothing has to be undone. No CUDA graph: the host knows which pages are new.
+    """A page's extremes are computed when a step first needs it (of a layer in host memory when its
+    chunk is read), and those of the newest page in every step, so that nothing has to be undone. No
+    CUDA graph: the host knows which pages are new.
     """
 
     method: Quest
@@ -120,6 +133,32 @@ class QuestRuntime(Selecting):
 
     def truncate(self, length: int) -> None:
         self._known = [[min(tokens, length) for tokens in group] for group in self._known]
+
+    def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
+        """Full attention, and the extremes of what will lie in host memory. The model's last layer,
+        which comes in the last chunk only, is learnt by the first step.
+        """
+        group = self.plan.group_of[layer]
+        if group is not None and bank.on_host(layer) and self._known[group][0] == start:
+            self._learn_chunk(group, layer, bank, start, start + q.shape[1])
+        return super().attend_prompt(layer, q, bank, start)
+
+    @property
+    def reads_whole_prompts(self) -> bool:
+        """Extremes may as well be made by the first step."""
+        return True
+
+    def _learn_chunk(self, group: int, layer: int, bank: Bank, start: int, stop: int) -> None:
+        """Make the extremes of the pages that a chunk at positions start .. stop-1 completes."""
+        size, low, high = self.method.page, self.low[group, 0], self.high[group, 0]
+        first, last = start // size, stop // size
+        parts = [bank.newest_rows(layer, start, stop)[0][0]]
+        if start % size:
+            parts.insert(0, bank.rows(layer, first * size, start)[0][0])
+        k = torch.cat([unpack_keys(part, low.dtype) for part in parts], 1)
+        pages = k[:, : (last - first) * size].unflatten(1, (-1, size))
+        low[:, first:last], high[:, first:last] = pages.amin(2), pages.amax(2)
+        self._known[group][0] = stop
 
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
         group, size, lengths = self.plan.group_of[layer], self.method.page, step.visible.tolist()

@@ -1,0 +1,113 @@
+"""Bytes that selecting methods bring from host memory, counted by hand from what they chose: in
+every step, and in the prompt.
+
+Stops: a layer that comes over whole for a few of its rows, or twice; a row brought once per head;
+rows of a ring counted as if they had come over the link; a plan that promises less than comes.
+"""
+
+import pytest
+
+from engine import MInference, Quest, TidalDecode
+from engine.methods.controls.ablations import OmniKVPerLayer
+from engine.plan.placement import part_bytes
+from tests.builders import random_ids
+from tests.engine.methods.method_checks import SHAPES, llm_of
+from tests.engine.methods.method_table import SPARSE
+
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "auto"])
+CHOOSING = [
+    Quest(tokens=80, page=8),
+    Quest(share=0.2, page=7, gqa_reduce="sum"),
+    TidalDecode(tokens=20),
+    TidalDecode(share=0.1, gqa_reduce="all", correction_layer=5),
+    TidalDecode(tokens=1, gqa_reduce="max"),
+]
+WHOLE = [
+    OmniKVPerLayer(**SPARSE),
+    OmniKVPerLayer(selector="uniform", window=8, **SPARSE),
+    MInference(("vertical_slash", 30, 100)),
+    MInference(("a_shape", 10, 20)),
+]
+STEPS = 24  # a block of 64 goes home among them
+
+
+def came(session):
+    """Rows of one layer that have come over the link so far."""
+    stats = session.stats
+    count, rest = divmod(
+        stats.bytes_streamed + stats.bytes_fetched, part_bytes(session.loaded.config, 4)
+    )
+    assert rest == 0
+    return count
+
+
+def steps(session, count):
+    """(rows in host memory, rows that came) of every step."""
+    for token in random_ids(count, seed=1):
+        there, before = session.bank.host_length, came(session)
+        session.decode(token)
+        yield there, came(session) - before
+
+
+@BACKENDS
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", CHOOSING, ids=lambda m: f"{m.name}-{m.gqa_reduce}")
+def test_a_step_brings_what_any_head_chose_once(method, shape, backend):
+    """And no more than the plan promised; the first step after a prompt has the extremes of the
+    model's last layer to learn.
+    """
+    llm = llm_of(shape, backend=backend)
+    plan = llm.plan(method, offload="host")
+    promised = plan.step_link_bytes // part_bytes(llm.config, 4)
+    with llm.session(method, offload="host") as session:
+        session.prefill(random_ids(301))
+        for i, (there, rows) in enumerate(steps(session, STEPS)):
+            runtime, n = session.runtime, len(session)
+            wanted = 0
+            for layer in plan.placement.layers:
+                chosen = {*runtime.chosen_rows(layer).flatten().tolist()}
+                if isinstance(method, Quest):
+                    chosen |= {*range((n - 1) // method.page * method.page, n)}
+                assert len(chosen) < n  # it really was sparse
+                wanted += sum(row < there for row in chosen)
+            if i == 0 and isinstance(method, Quest):
+                wanted += there // method.page * method.page
+            else:
+                assert rows <= promised
+            assert rows == wanted
+
+
+@BACKENDS
+@pytest.mark.parametrize("method", WHOLE, ids=lambda m: m.name)
+def test_what_scores_everything_streams_its_layers_once_a_step(method, backend):
+    """Per-layer OmniKV in every layer that chooses, MInference in all: what is in host memory,
+    once. Rows that still lie in a staging buffer do not come.
+    """
+    llm = llm_of(backend=backend)
+    plan = llm.plan(method, offload="host")
+    layers = len(plan.placement.layers)
+    assert plan.step_link_bytes == layers * plan.max_context * part_bytes(llm.config, 4)
+    with llm.session(method, offload="host") as session:
+        session.prefill(random_ids(301))
+        for i, (there, rows) in enumerate(steps(session, STEPS)):
+            assert rows == layers * there or i == 0 and layers * there - 64 < rows < layers * there
+
+
+@pytest.mark.parametrize("method", [*CHOOSING, *WHOLE], ids=lambda m: m.name)
+def test_a_prompt_brings_what_the_plan_promised(method):
+    """Every chunk the past of its layers, the model's last layer once, and Quest the beginning of
+    a page that the chunk before left; MInference every layer whole, of which its lines are ranked.
+    """
+    llm, ids = llm_of(backend="auto"), random_ids(301)
+    plan = llm.plan(method, offload="host", max_context=len(ids))
+    layers = plan.placement.layers
+    with llm.session(method, offload="host") as session:
+        session.prefill(ids)
+        rows = came(session)
+        promised = plan.prompt_link_bytes // part_bytes(llm.config, 4)
+        if isinstance(method, MInference):
+            assert rows == len(layers) * len(ids) <= promised
+            return
+        last = llm.config.num_layers - 1
+        past = sum(at + at % getattr(method, "page", 1) for at in range(0, len(ids), 64))
+        assert last in layers and rows == promised == (len(layers) - 1) * past + 256
