@@ -26,7 +26,7 @@ from engine.bank.window_ring import WindowRing
 from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary, apply_rope
 from engine.plan.layers import LayerPlan, tail_start
-from engine.plan.needs import Needs
+from engine.plan.needs import BlockCache, Needs
 from engine.plan.placement import Placement, reserved_rows
 from kernels.layer.store import store_step
 from kernels.rows.forms import as_bytes, row_widths
@@ -227,6 +227,17 @@ class Bank(ABC):
         """Return K and V [B, Hkv, n, D] of the positions `tokens`, int [n] ascending: copies."""
         k, v = (as_bytes(part).index_select(2, tokens) for part in self.kv(layer))
         return k.view(self.dtype), v.view(self.dtype)
+
+    def block_rows(
+        self, layer: int, first: int, blocks: torch.Tensor, stop: int, cache: BlockCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V [B, Hkv, first + n * size, D] of the first tokens and of `blocks`, int [n]
+        ascending, as `cache` counts them, all below `stop`, which is older than the step: copies.
+        An offloaded layer brings over the blocks that it does not keep on the device.
+        """
+        inside = torch.arange(cache.size, device=blocks.device)
+        tokens = (cache.first + blocks.unsqueeze(1) * cache.size + inside).flatten()
+        return self.listed(layer, torch.cat([torch.arange(first, device=blocks.device), tokens]))
 
     def picked(
         self,

@@ -17,6 +17,27 @@ RING = 128  # newest queries that a session keeps: going back by RING - MOST_WIN
 
 
 @dataclass(frozen=True)
+class BlockCache:
+    """What the device keeps of a layer in host memory that is read by whole blocks: its `first`
+    tokens, and `held` blocks of `size` tokens behind them, of which one read takes up to `read`.
+    """
+
+    first: int
+    size: int
+    held: int
+    read: int
+
+    @property
+    def rows(self) -> int:
+        """Rows that a layer keeps on the device."""
+        return self.first + self.held * self.size
+
+    def blocks(self, capacity: int) -> int:
+        """Blocks that `capacity` tokens may have, at least one."""
+        return max(1, (capacity - self.first) // self.size)
+
+
+@dataclass(frozen=True)
 class Needs:
     """The needs of one method in one session (Method.needs).
 
@@ -46,6 +67,7 @@ class Needs:
     ids: the end of a prompt is told all token ids.
     outputs: it hears of every token and the logits behind it (Runtime.hear), for which the last
     layer of a prompt is computed whole.
+    cache: blocks that the device keeps of each layer in host memory (Bank.block_rows).
     """
 
     selected: int = 0
@@ -81,3 +103,4 @@ class Needs:
     again: int = 0
     ids: bool = False
     outputs: bool = False
+    cache: BlockCache | None = None

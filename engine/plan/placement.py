@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import TAIL_BLOCK
-from engine.plan.needs import RING, Needs
+from engine.plan.needs import RING, BlockCache, Needs
 from kernels.prefill.dense import COPIED_BLOCK
 from kernels.tier.lru_slots import slots_bytes
 
@@ -44,7 +44,7 @@ class Placement:
     stream block. chunk: rows of a staging buffer. staged_layers: whole layers staged on the device
     (brutal offload). whole_rows: rows of the buffer through which a layer longer than a stream
     block is read whole. reuse: whether slots survive a step. by_layer: a fetch copies layer by
-    layer instead of a group at once.
+    layer instead of a group at once. cache: blocks that each layer keeps on the device.
     """
 
     offload_groups: tuple[tuple[int, ...], ...]
@@ -57,6 +57,7 @@ class Placement:
     whole_rows: int = 0
     reuse: bool = True
     by_layer: bool = False
+    cache: BlockCache | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -81,6 +82,10 @@ class Placement:
         part, groups = part_bytes(config, size), self.offload_groups
         slots = sum((self.slots + 2 * self.ring) * len(group) * part + 8 for group in groups)
         state = len(groups) * slots_bytes(capacity, self.slots, self.budget) if self.budget else 0
+        if self.cache is not None:
+            blocks, held, read = self.cache.blocks(capacity), self.cache.held, self.cache.read
+            slots += len(self.layers) * (self.cache.rows * part + 8)
+            state += len(self.layers) * slots_bytes(blocks, held, read)
         return {
             "slots": slots,
             "maps": state + 8 * -(-capacity // TAIL_BLOCK),
@@ -95,6 +100,9 @@ class Placement:
         kept = f"{self.slots} slots and a tail of {tail} per group"
         if not self.slots:
             kept = f"a tail of {tail} per layer"
+        if self.cache is not None:
+            cache = f"{self.cache.held} blocks of {self.cache.size}"
+            kept = f"{self.cache.first} first tokens, {cache} and {kept}"
         return f"layers {_spans(self.offload_groups)} in host memory, {kept} on the device"
 
 
@@ -172,6 +180,7 @@ def full_placement(
         capacity if needs.whole_layer and capacity > block else 0,
         slots > 0,
         by_layer,
+        needs.cache,
     )
 
 

@@ -11,7 +11,8 @@ that it prevents.
     working_set.py   a group's slots for fetched rows, and the ring of its newest tokens
     block_stream.py  a layer read block by block through two buffers
     whole_layers.py  a layer read whole
-    row_reader.py    shared by the last two: a layer's rows from the host, then from the ring
+    cached_blocks.py a layer's first tokens and the blocks that were read last
+    row_reader.py    shared by the last three: a layer's rows from the host, then from the ring
     row_layout.py    how K and V lie in a row
 """
 
@@ -27,6 +28,7 @@ import torch
 from engine.bank.base import Bank, PromptRows, SparseRows, Step, StepRows
 from engine.bank.device import DeviceBank
 from engine.bank.host.block_stream import BlockStream
+from engine.bank.host.cached_blocks import CachedBlocks
 from engine.bank.host.host_rows import HostRows
 from engine.bank.host.row_reader import RowReader
 from engine.bank.host.streams import SideStream, wait
@@ -41,6 +43,7 @@ from engine.base.device import synchronize
 from engine.base.interrupts import complete
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import TAIL_BLOCK, LayerPlan, tail_start
+from engine.plan.needs import BlockCache
 from engine.plan.placement import Placement, part_bytes
 
 
@@ -86,7 +89,7 @@ class TieredBank(Bank):
         self._write_stream = SideStream(self.device)
 
         part = part_bytes(config, dtype.itemsize)
-        layout = RowLayout(self.kv_heads, self.widths, part, self.dtype, self.device)
+        self._layout = layout = RowLayout(self.kv_heads, self.widths, part, self.dtype, self.device)
         groups = placement.offload_groups
         host = HostRows(groups, part, pool, capacity, self.device, self._backend)
         self.table: BlockTable = host.table
@@ -100,6 +103,10 @@ class TieredBank(Bank):
         parts = reader, self._writer, self._blocks, layout, layers
         sizes = placement.staged_layers, capacity
         self._whole = WholeLayers(*parts, *sizes, self._fetch_stream, placement.whole_rows)
+        self._cached: CachedBlocks | None = None
+        if placement.cache is not None:
+            kept = layers, placement.cache, capacity, layout, host, reader
+            self._cached = CachedBlocks(*kept)
         self._ring_stop = 0  # one past the newest position in the rings; 0: they are empty
         streams = (self._fetch_stream, self._write_stream)
         self._end = weakref.finalize(self, _give_back, self.table, streams, self.device)
@@ -124,6 +131,7 @@ class TieredBank(Bank):
             + self._blocks.nbytes
             + self._whole.nbytes
             + sum(ws.nbytes for ws in self._sets)
+            + (0 if self._cached is None else self._cached.nbytes)
         )
 
     @property
@@ -134,13 +142,18 @@ class TieredBank(Bank):
         """As Bank's, read from the device in one copy."""
         if not self._sets:
             return {}
-        rows = torch.stack([ws.counters() for ws in self._sets]).tolist()
+        found = [ws.counters() for ws in self._sets]
+        if self._cached is not None:  # groups of one layer, without slots of their own
+            found = [self._cached.counters(ws.group[0]) for ws in self._sets]
+        rows = torch.stack(found).tolist()
         return {ws.group[0]: tuple(row) for ws, row in zip(self._sets, rows)}
 
     def figures(self) -> dict[str, object]:
         names = ("hits", "misses", "evictions", "plans", "bytes")
         groups = {layer: dict(zip(names, row)) for layer, row in self.counters().items()}
         total = {name: sum(row[name] for row in groups.values()) for name in names}
+        streamed = self._blocks.streamed + int(self._blocks.moved) + self._whole.streamed
+        streamed += 0 if self._cached is None else self._cached.streamed
         return super().figures() | dict(
             host_bytes=self.host_nbytes,
             pin_seconds=self.pool.pin_seconds,
@@ -149,7 +162,7 @@ class TieredBank(Bank):
             evictions=total["evictions"],
             hit_rate=total["hits"] / max(1, total["hits"] + total["misses"]),
             bytes_fetched=total["bytes"],
-            bytes_streamed=self._blocks.streamed + int(self._blocks.moved) + self._whole.streamed,
+            bytes_streamed=streamed,
             staging_stalls=self._writer.stalls,
             groups=groups,
         )
@@ -234,6 +247,16 @@ class TieredBank(Bank):
         if not self.on_host(layer):
             return self._resident.listed(layer, tokens)
         return self._whole.listed(self.row_layers[layer], tokens)
+
+    def block_rows(
+        self, layer: int, first: int, blocks: torch.Tensor, stop: int, cache: BlockCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._cached is None or not self.on_host(layer):
+            return super().block_rows(layer, first, blocks, stop, cache)
+        self.write_back(stop)  # where windows are short the newest block may be in the ring only
+        # race: rows may still be on their way to the host
+        wait(self._writer.event, self.device)
+        return self._layout.views(self._cached.read(self.row_layers[layer], first, blocks))
 
     def stage_layer(self, layer: int) -> None:
         if self.on_host(layer):
@@ -386,6 +409,8 @@ class TieredBank(Bank):
     def _forget(self, length: int) -> None:
         for ws in self._sets:
             ws.forget(length)
+        if self._cached is not None:
+            self._cached.forget(length)
 
     def drain(self) -> None:
         """Wait on the host until both side streams are empty."""
@@ -451,6 +476,8 @@ class TieredBank(Bank):
             self._end.detach()  # only now: an interrupt would leave what is never given back
         for part in (self._resident, self._writer, self._blocks, self._whole):
             part.close()
+        if self._cached is not None:
+            self._cached.close()
         self._sets, self._set_of = [], {}
 
 

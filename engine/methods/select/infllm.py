@@ -9,13 +9,15 @@ over all query heads of mean query times mean representative, so all heads share
 not local sits at RoPE distance `local` (the published code's table begins at 1 and gives local -
 1): K before rotation, queries turned to `local`. Prompts and answers are read the same way, so a
 session's text must be read under this method from its first token. Pieces end at absolute multiples
-of `chunk` and at the end of a chunk of the prefill; a step is a piece of one token.
+of `chunk` and at the end of a chunk of the prefill; a step is a piece of one token. Of a layer in
+host memory the device has the first tokens, the `cached` blocks that were read last, and the
+remainder with the window, as published.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,18 +29,16 @@ from engine.methods.select.infllm_memory import BlockMemory, Layout, attend_far_
 from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary
 from engine.plan.layers import LayerPlan, single_layer_groups
-from engine.plan.needs import Needs
-from kernels.launch.on_device import on_device
+from engine.plan.needs import BlockCache, Needs
 from kernels.prefill.dense import prefill_dense
-from kernels.rows.forms import key_floats
+from kernels.rows.forms import as_bytes, key_floats
 
 
 @dataclass(frozen=True)
 class InfLLM(Method):
     """block: tokens of a block. init: first tokens, always seen. local: window of a query, itself
     included. topk: blocks that a piece reads. representatives: tokens that stand for a block.
-    cached: blocks of a layer on the GPU in the published system (counted here). chunk: queries of a
-    piece.
+    cached: blocks of a layer in host memory that are on the device. chunk: queries of a piece.
     """
 
     block: int = 128
@@ -92,7 +92,9 @@ class InfLLM(Method):
             )
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
-        """Device bytes: scores of the window, twice, and one mean key per block and query head."""
+        """Device bytes: scores of the window, twice, and one mean key per block and query head. Of
+        a layer in host memory the ring keeps the window and what is in no block yet.
+        """
         slots, blocks = BlockMemory.sizes(self, capacity)
         heads = config.num_layers * config.num_heads
         seen = self.init + self.local + (self.topk + 1) * self.block + self.chunk
@@ -100,12 +102,22 @@ class InfLLM(Method):
             selected=min(capacity, seen),  # the most that one query sees
             device_bytes=heads * (8 * slots + blocks * config.head_dim * itemsize),
             every_query=slots > 0,  # every query's attention counts for the representatives
-            tail=self.local,
+            tail=self.local + self.block,
             offload=plan.each_layer,
-            step_rows=self.init + (self.topk + 2) * self.block,
+            prompt_rows=min(capacity, self.local + self.block),
+            step_rows=self.init + self.topk * self.block,
+            cache=self.cache(capacity),
             final_call=None,  # pieces end where a call ends
             history="rerun",  # what tokens have received cannot be taken back
         )
+
+    def cache(self, capacity: int) -> BlockCache | None:
+        """What the device keeps of a layer in host memory; None where a window holds everything."""
+        if capacity <= self.local:
+            return None
+        blocks = max(1, Layout.at(self, capacity).blocks)
+        held = min(self.cached, blocks)
+        return BlockCache(self.init, self.block, held, min(self.topk, held))
 
     def prompt_rows(
         self,
@@ -116,19 +128,39 @@ class InfLLM(Method):
         room: int,
         first: int | None = None,
     ) -> int:
-        """What every piece sees, its own tokens included, and the blocks that form."""
-        pieces = (stop - 1) // self.chunk - begin // self.chunk + 1
-        seen = self.init + self.local + (self.topk + 1) * self.block + 2 * self.chunk
-        dense = min(stop, self.local) if begin < self.local else 0
-        return pieces * (min(stop, seen) + dense) + stop - begin + 2 * self.block
+        """Once the first tokens, and the window and the remainder before the chunk; for every piece
+        the blocks that it reads, and each once where the cache holds all.
+        """
+        if first is not None and stop > self.local:
+            return 0  # its output is known
+        pieces = range(begin // self.chunk, (stop - 1) // self.chunk + 1)
+        blocks = [Layout.at(self, max(begin, i * self.chunk)).blocks for i in pieces]
+        read = sum(min(self.topk, count) for count in blocks)
+        if blocks[-1] <= self.cached:
+            read = min(read, blocks[-1])
+        fresh = min(self.init, stop) if begin < self.init + self.local + self.chunk else 0
+        return min(begin, self.local + self.block) + fresh + read * self.block
 
     def runtime(self, setup: Setup) -> Runtime:
         return InfLLMRuntime(self, setup)
 
 
+class Near(NamedTuple):
+    """K and V [Hkv, T, D] of positions low .. low + T - 1 of a layer."""
+
+    low: int
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def rows(self, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of positions first .. stop-1: views."""
+        part = slice(first - self.low, stop - self.low)
+        return self.k[:, part], self.v[:, part]
+
+
 class InfLLMRuntime(Runtime):
     """Attention in plain torch, one K/V head's weights at a time: 4 x group x chunk x (what a piece
-    sees) bytes. No CUDA graph: the host knows which blocks are read.
+    sees) bytes. The choice of blocks stays on the device. No CUDA graph: shapes vary with the text.
     """
 
     method: InfLLM
@@ -136,8 +168,8 @@ class InfLLMRuntime(Runtime):
     def __init__(self, method: InfLLM, setup: Setup):
         super().__init__(method, setup)
         self.memory, self.rotary = BlockMemory(method, setup), Rotary(setup.config, setup.device)
-        # layer -> (first position, last position + 1, blocks) of sequence 0's newest piece
-        self.read: dict[int, tuple[int, int, list[int]]] = {}
+        # layer -> (first position, last position + 1, blocks int64) of sequence 0's newest piece
+        self.read: dict[int, tuple[int, int, torch.Tensor]] = {}
         # (layer, stop, output of the last query) of the chunk under way
         self._newest: tuple[int, int, torch.Tensor] | None = None
 
@@ -176,32 +208,52 @@ class InfLLMRuntime(Runtime):
             if stop > self.method.local:
                 return self._newest[2]
             return super().attend_prompt(layer, q, bank, start)
-        out = self._pieces(layer, q, bank, [start] * len(q))
+        out = self._pieces(layer, q, bank, [start] * len(q), bank.on_host(layer))
         self._newest = layer, stop, out[:, -1:]
         return out
 
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
-        return self._pieces(layer, q, step.bank, step.positions[:, 0].tolist())
+        return self._pieces(layer, q, step.bank, step.positions[:, 0].tolist(), False)
 
-    def _pieces(self, layer: int, q: torch.Tensor, bank: Bank, starts: list[int]) -> torch.Tensor:
+    def _pieces(
+        self, layer: int, q: torch.Tensor, bank: Bank, starts: list[int], offloaded: bool
+    ) -> torch.Tensor:
+        """offloaded: a prompt's chunk, whose window comes from host memory."""
         out, size = torch.empty_like(q), self.method.chunk
         self.memory.open(layer)
         for b, start in enumerate(starts):
             stop = start + q.shape[1]
+            near = self._near(layer, b, bank, start, stop, offloaded)
             for first in [start, *range((start // size + 1) * size, stop, size)]:
                 last = min(stop, (first // size + 1) * size)
                 part = slice(first - start, last - start)
-                out[b, part] = self._piece(layer, b, q[b, part], bank, first)
+                out[b, part] = self._piece(layer, b, q[b, part], bank, first, near)
         return out
 
-    def _piece(self, layer: int, b: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
+    def _near(self, layer: int, b: int, bank: Bank, start: int, stop: int, offloaded: bool) -> Near:
+        """What is near to positions start .. stop-1: their windows, and what is in no block yet. Of
+        an offloaded chunk it comes over once, and its own rows are taken from where they were made.
+        """
+        low = min(Layout.at(self.method, start).rest, max(0, start - self.method.local + 1))
+        if not offloaded:
+            k, v = bank.rows(layer, low, stop)
+            return Near(low, k[b], v[b])
+        parts = [bank.rows(layer, low, start)] if low < start else []
+        parts.append(bank.newest_rows(layer, start, stop))
+        k, v = (torch.cat([as_bytes(t[b]) for t in side], 1) for side in zip(*parts))
+        return Near(low, k.view(bank.dtype), v.view(bank.dtype))
+
+    def _piece(
+        self, layer: int, b: int, q: torch.Tensor, bank: Bank, start: int, near: Near
+    ) -> torch.Tensor:
         """One piece q [C, H, D] at positions start .. start+C-1: attention, then what its window
         received, then the blocks that form.
         """
         local, stop, memory = self.method.local, start + len(q), self.memory
 
         def plain_keys(first: int, last: int) -> torch.Tensor:
-            k = bank.rows(layer, first, last)[0][b]
+            there = first >= near.low
+            k = near.rows(first, last)[0] if there else bank.rows(layer, first, last)[0][b]
             return self.rotary.rotate_by(
                 key_floats(k).transpose(0, 1), -torch.arange(first, last, device=q.device)
             ).transpose(0, 1)
@@ -214,9 +266,9 @@ class InfLLMRuntime(Runtime):
         )
         blocks, first = memory.rank(layer, b, distant.mean(0), layout), max(0, start - local + 1)
         far = self._far_rows(start, stop, blocks)
-        far_k, far_v = (t[b] for t in bank.listed(layer, far))
+        far_k, far_v = self._far(layer, b, bank, layout, blocks, near, stop)
         turned = self.rotary.rotate_by(key_floats(far_k).transpose(0, 1), -far).transpose(0, 1)
-        k, v = (t[b] for t in bank.rows(layer, first, stop))
+        k, v = near.rows(first, stop)
         out, received = attend_far_and_near(
             q, distant, turned, far_v, k, v, far, first, positions, local, self.scale
         )
@@ -225,19 +277,40 @@ class InfLLMRuntime(Runtime):
         if b == 0:
             self.read[layer] = start, stop, blocks
         if stop <= local:  # only the window: the dense launcher, to the bit
-            k, v = (t[b] for t in bank.rows(layer, 0, stop))
+            k, v = near.rows(0, stop)
             return prefill_dense(
                 q[None], k[None], v[None], start, self.scale, backend=self.setup.backend
             )[0]
         return out.to(q.dtype)
 
-    def _far_rows(self, start: int, stop: int, blocks: list[int]) -> torch.Tensor:
+    def _far(
+        self,
+        layer: int,
+        b: int,
+        bank: Bank,
+        layout: Layout,
+        blocks: torch.Tensor,
+        near: Near,
+        stop: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [Hkv, n, D] of `_far_rows`: first tokens and blocks as the bank has them, the
+        remainder from `near`.
+        """
+        rest = near.rows(layout.rest, max(layout.rest, stop - self.method.local))
+        if self.needs.cache is None:
+            return rest
+        kept = bank.block_rows(layer, layout.initial, blocks, layout.rest, self.needs.cache)
+        parts = ((as_bytes(old[b]), as_bytes(new)) for old, new in zip(kept, rest))
+        k, v = (torch.cat(part, 1).view(bank.dtype) for part in parts)
+        return k, v
+
+    def _far_rows(self, start: int, stop: int, blocks: torch.Tensor) -> torch.Tensor:
         """Positions that some query of a piece sees outside its window: initial ones, the chosen
         blocks', the remainder's; ascending int64.
         """
         size, device = self.method.block, self.setup.device
         layout, edge = Layout.at(self.method, start), stop - self.method.local
-        chosen = self.method.init + size * on_device(blocks, torch.int64, device)
+        chosen = self.method.init + size * blocks
         return torch.cat(
             [
                 torch.arange(layout.initial, device=device),
@@ -251,7 +324,8 @@ class InfLLMRuntime(Runtime):
         return (step.visible - self.method.local).clamp(min=0)
 
     def chosen_rows(self, layer: int) -> torch.Tensor:
-        return self._far_rows(*self.read.get(layer, (0, 0, [])))
+        none = torch.zeros(0, dtype=torch.int64, device=self.setup.device)
+        return self._far_rows(*self.read.get(layer, (0, 0, none)))
 
     def selections(self) -> dict[int, torch.Tensor]:
         return {layer: self.chosen_rows(layer).cpu() for layer in self.read}

@@ -2,8 +2,8 @@
 has received, what stands for a block.
 
 Source: InfLLM (Xiao et al., 2024), section 3, and thunlp/InfLLM (context_manager.py). K and V stay
-in the bank, on either tier. The published system holds blocks in host memory and at most `cached`
-of them on the GPU, least recently used first out: that is kept here as counts.
+in the bank; of blocks in host memory it keeps the last `cached` that were read on the device
+(engine/bank/host/cached_blocks.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kernels.rows.forms import floats, key_floats
 
 
 class MemorySettings(Protocol):
-    """The settings of InfLLM that decide where a memory's blocks lie; tokens, but for `topk` and
-    `cached` (blocks).
+    """The settings of InfLLM that decide where a memory's blocks lie; tokens, but for `topk`
+    (blocks).
     """
 
     @property
@@ -33,8 +33,6 @@ class MemorySettings(Protocol):
     def chunk(self) -> int: ...
     @property
     def topk(self) -> int: ...
-    @property
-    def cached(self) -> int: ...
     @property
     def representatives(self) -> int: ...
 
@@ -84,13 +82,8 @@ class BlockMemory:
         self.half = [0] * layers
         # (tokens attended, blocks formed), committed
         self.known = [[(0, 0)] * setup.batch for _ in range(layers)]
-        # {block: True}, last used last
-        self.cached: list[list[dict[int, bool]]] = [
-            [{} for _ in range(setup.batch)] for _ in range(layers)
-        ]
-        # layer -> known and the blocks read so far per sequence, of the chunk or step under way
-        self.pending: dict[int, tuple[list[tuple[int, int]], list[list[list[int]]]]] = {}
-        self.loads = 0
+        # layer -> known, of the chunk or step under way
+        self.pending: dict[int, list[tuple[int, int]]] = {}
 
     @staticmethod
     def sizes(method: MemorySettings, capacity: int) -> tuple[int, int]:
@@ -109,38 +102,23 @@ class BlockMemory:
         """
         half = self.half[layer]
         self.scores[1 - half, layer].copy_(self.scores[half, layer])
-        self.pending[layer] = list(self.known[layer]), [[] for _ in range(self.batch)]
+        self.pending[layer] = list(self.known[layer])
 
     def commit(self) -> None:
         """Make the pending changes permanent."""
-        for layer, (known, used) in self.pending.items():
+        for layer, known in self.pending.items():
             self.half[layer], self.known[layer] = 1 - self.half[layer], known
-            for cached, lists in zip(self.cached[layer], used):
-                for blocks in lists:
-                    self._use(cached, blocks)
         self.pending = {}
 
-    def _use(self, cached: dict[int, bool], blocks: list[int]) -> None:
-        """Count a load for each block that is not cached; it replaces the least recently used."""
-        self.loads += sum(block not in cached for block in blocks)
-        for block in blocks:
-            cached.pop(block, None)
-            cached[block] = True
-        for block in list(cached)[: max(0, len(cached) - self.method.cached)]:
-            del cached[block]
-
-    def rank(self, layer: int, b: int, mean_query: torch.Tensor, layout: Layout) -> list[int]:
-        """Blocks that a piece reads, ascending: the topk by the sum over heads of mean query times
-        mean key. mean_query [H, D] float32.
+    def rank(self, layer: int, b: int, mean_query: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Blocks that a piece reads, int64 ascending: the topk by the sum over heads of mean query
+        times mean key. mean_query [H, D] float32.
         """
         count = layout.blocks
         if count <= self.method.topk:
-            chosen = list(range(count))
-        else:
-            sums = self.means[layer, b, :count].float().flatten(1) @ mean_query.flatten()
-            chosen = torch.topk(sums, self.method.topk).indices.sort().values.tolist()
-        self.pending[layer][1][b].append(chosen)
-        return chosen
+            return torch.arange(count, device=mean_query.device)
+        sums = self.means[layer, b, :count].float().flatten(1) @ mean_query.flatten()
+        return torch.topk(sums, self.method.topk).indices.sort().values
 
     def collect(
         self, layer: int, b: int, first: int, start: int, stop: int, received: torch.Tensor
@@ -151,11 +129,11 @@ class BlockMemory:
         if not self.slots:
             return
         ring = self.scores[1 - self.half[layer], layer, b]
-        attended, formed = self.pending[layer][0][b]
+        attended, formed = self.pending[layer][b]
         new = torch.arange(max(min(attended, start), stop - self.slots), stop, device=ring.device)
         ring[:, new % self.slots] = 0.0
         ring[:, torch.arange(first, stop, device=ring.device) % self.slots] += received
-        self.pending[layer][0][b] = stop, formed
+        self.pending[layer][b] = stop, formed
 
     def form(
         self, layer: int, b: int, length: int, keys: Callable[[int, int], torch.Tensor]
@@ -164,7 +142,7 @@ class BlockMemory:
         float32 [Hkv, n, D].
         """
         ring = self.scores[1 - self.half[layer], layer, b]
-        attended, formed = self.pending[layer][0][b]
+        attended, formed = self.pending[layer][b]
         size, blocks = self.method.block, Layout.at(self.method, length).blocks
         for block in range(formed, blocks):
             first = self.method.init + block * size
@@ -176,21 +154,19 @@ class BlockMemory:
             heads = torch.arange(len(ring), device=ring.device).unsqueeze(1)
             kv_head = heads // (len(ring) // len(rows))
             self.means[layer, b, block] = rows[kv_head, best].mean(1).to(self.means.dtype)
-        self.pending[layer][0][b] = attended, max(formed, blocks)
+        self.pending[layer][b] = attended, max(formed, blocks)
 
     def state(self) -> Any:
-        """What is committed of sequence 0: scores [layers, H, R], tokens and blocks known, cached
-        blocks.
-        """
+        """What is committed of sequence 0: scores [layers, H, R], tokens and blocks known."""
         scores = torch.stack([self.scores[half, layer, 0] for layer, half in enumerate(self.half)])
-        return scores, [row[0] for row in self.known], [dict(row[0]) for row in self.cached]
+        return scores, [row[0] for row in self.known]
 
     def load(self, state: Any, b: int = 0) -> None:
         """Go back to a `state` as sequence b."""
         self.pending = {}
-        for layer, (half, scores, known, cached) in enumerate(zip(self.half, *state)):
+        for layer, (half, scores, known) in enumerate(zip(self.half, *state)):
             self.scores[half, layer, b] = scores
-            self.known[layer][b], self.cached[layer][b] = known, dict(cached)
+            self.known[layer][b] = known
 
 
 def attend_far_and_near(

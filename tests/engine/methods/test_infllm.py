@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.base.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.select.infllm import InfLLM
-from engine.methods.select.infllm_memory import BlockMemory, Layout
+from engine.methods.select.infllm_memory import Layout
 from engine.model.rope import apply_rope, inv_freq
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
 from tools.compare.build import Facts, infllm
@@ -188,27 +188,6 @@ def test_a_stream_of_chunks_and_steps_against_the_papers_system(yarn, shape, met
             torch.testing.assert_close(
                 runtime.memory.means[2, 0, block].double(), mean * scaling, atol=1e-5, rtol=1e-5
             )
-
-
-@given(
-    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True), max_size=40),
-    st.integers(3, 6),
-)
-def test_the_cache_holds_the_blocks_used_last(uses, most):
-    """At most `cached` of a layer; a block is loaded where it is not among them; the one used
-    longest ago goes.
-    """
-    method = InfLLM(block=2, init=1, local=4, topk=3, representatives=1, cached=most, chunk=4)
-    memory = BlockMemory(method, World(SMALL, (4, 2), 64).runtime.setup)
-    held, loads = [], 0
-    for blocks in uses:
-        memory.open(1)
-        memory.pending[1][1][0].append(sorted(blocks))
-        memory.commit()
-        loads += sum(block not in held for block in blocks)
-        held = [*(block for block in held if block not in blocks), *sorted(blocks)][-most:]
-        assert set(memory.cached[1][0]) == set(held) and len(held) <= most
-    assert memory.loads == loads and not memory.cached[0][0]
 
 
 CONFIG = tiny_config(layers=5, heads=8, kv_heads=2)
