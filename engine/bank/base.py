@@ -333,6 +333,11 @@ class Bank(ABC):
         afterwards, also after an exception.
         """
 
+    def keep_newest(self, layer: int, start: int, stop: int) -> None:
+        """Note that a layer has attended to the chunk start .. stop-1, whose newest rows the next
+        one asks for (`rows`): an offloaded layer keeps a tail of them on the device.
+        """
+
     def stage_layer(self, layer: int) -> None:
         """Start copying a whole layer to the device; `kv` will wait for it."""
 

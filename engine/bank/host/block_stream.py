@@ -112,7 +112,7 @@ class BlockStream:
             wait(block.arrived, self._layout.device)
             listed, past = len(rows.tokens), rows.begin - rows.first
             buffer = self._buffers[block.buffer][: listed + rows.stop - rows.first]
-            copy_rows(buffer[listed + past :], self._newest(layer, rows.begin, rows.stop))
+            copy_rows(buffer[listed + past :], self.newest(layer, rows.begin, rows.stop))
             yield self._layout.views(buffer)
             self._free[block.buffer] = record_main(self._layout.device)
 
@@ -172,9 +172,10 @@ class BlockStream:
         """Return K and V of the newest chunk or step: views of the staging buffer while it holds
         them, else a copy.
         """
-        return self._layout.views(self._newest(layer, first, stop))
+        return self._layout.views(self.newest(layer, first, stop))
 
-    def _newest(self, layer: int, first: int, stop: int) -> torch.Tensor:
+    def newest(self, layer: int, first: int, stop: int) -> torch.Tensor:
+        """Return rows [T, elements], as `newest_rows`."""
         staged = self._writer.staged_rows(layer, stop)
         if staged is not None and first >= staged[0]:
             low, rows = staged

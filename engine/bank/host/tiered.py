@@ -108,6 +108,8 @@ class TieredBank(Bank):
             kept = layers, placement.cache, capacity, layout, host, reader
             self._cached = CachedBlocks(*kept)
         self._ring_stop = 0  # one past the newest position in the rings; 0: they are empty
+        # between steps: the layers whose rings hold positions first .. stop-1 all the same
+        self._kept: dict[int, tuple[int, int]] = {}
         streams = (self._fetch_stream, self._write_stream)
         self._end = weakref.finalize(self, _give_back, self.table, streams, self.device)
 
@@ -217,7 +219,11 @@ class TieredBank(Bank):
         if self.row_layers[layer] != layer:
             return
         self._writer.begin_chunk(start, start + k.shape[1])
-        # a chunk does not pass through the ring: it is read back when decode begins
+        # a chunk does not pass through the ring: it is read back when decode begins, unless
+        # `keep_newest` puts it there
+        if self._ring_stop:
+            first = tail_start(self._ring_stop, self.placement.ring - 2 * TAIL_BLOCK)
+            self._kept = dict.fromkeys(self._set_of, (first, self._ring_stop))
         self._ring_stop = 0
         self._writer.write_chunk(layer, k[0], v[0], start, backend)
 
@@ -239,7 +245,10 @@ class TieredBank(Bank):
         if ws is None:
             return self._resident.rows(layer, first, stop)
         newest, tail = self._ring_stop, self.placement.ring - 2 * TAIL_BLOCK
-        if newest and stop <= newest and first >= tail_start(newest, tail):
+        low, high = self._kept.get(layer, (0, 0))
+        if newest:
+            low, high = tail_start(newest, tail), newest
+        if low <= first and stop <= high:
             return ws.views(layer, first, stop)
         return self._whole.rows(layer, first, stop)
 
@@ -257,6 +266,18 @@ class TieredBank(Bank):
         # race: rows may still be on their way to the host
         wait(self._writer.event, self.device)
         return self._layout.views(self._cached.read(self.row_layers[layer], first, blocks))
+
+    def keep_newest(self, layer: int, start: int, stop: int) -> None:
+        layer = self.row_layers[layer]
+        ws = self._set_of.get(layer)
+        if ws is None:
+            return
+        low, high = self._kept.get(layer, (start, start))
+        first = max(start, stop - ws.ring)
+        # race: the ring's rows before the chunk may still be on their way to the host
+        wait(self._writer.past_event(layer), self.device)
+        ws.fill(layer, first, self._blocks.newest(layer, first, stop))
+        self._kept[layer] = max(low, stop - ws.ring) if high == start else first, stop
 
     def stage_layer(self, layer: int) -> None:
         if self.on_host(layer):
@@ -350,7 +371,7 @@ class TieredBank(Bank):
             wait(self._writer.event, self.device)
         if self._ring_stop == 0 and n > 1:
             self._refill(n - 1)
-        self._ring_stop = n
+        self._ring_stop, self._kept = n, {}
 
     def after_step(self, n: int) -> None:
         """Write a block back that is now complete."""
@@ -367,7 +388,7 @@ class TieredBank(Bank):
         self._refill(n - 1)
 
         def restore() -> None:
-            self._writer.host_length, self._ring_stop = length, 0
+            self._writer.host_length, self._ring_stop, self._kept = length, 0, {}
 
         try:
             # the steps' new row is read from the ring, where they write it
@@ -383,7 +404,10 @@ class TieredBank(Bank):
         # race: the rows may still be on their way to the host
         wait(self._writer.event, self.device)
         for ws in self._sets:
-            ws.refill(first, min(length, self.host_length))
+            kept = [self._kept.get(layer, (0, 0)) for layer in ws.group]
+            if any(low > first or high < length for low, high in kept):
+                ws.refill(first, min(length, self.host_length))
+        self._kept = {}
 
     # ---------------------------------------------------------------- going back, copies, end
 
@@ -397,6 +421,7 @@ class TieredBank(Bank):
         if broken:
             self._forget(0)
         self.table.cut(n)
+        self._kept = {}
         if n < self.host_length:
             self._forget(n)
             self._writer.host_length, self._ring_stop = n, 0

@@ -82,6 +82,14 @@ class WorkingSet:
                 )
             first += count
 
+    def fill(self, layer: int, first: int, rows: torch.Tensor) -> None:
+        """Write rows [n, elements] of a layer at positions from `first` on, at most `ring`, into
+        both copies of the ring.
+        """
+        at = torch.arange(first, first + len(rows), device=rows.device) % self.ring + self.num_slots
+        held = as_bytes(self._rows[:, self._at[layer]])
+        held[at] = held[at + self.ring] = as_bytes(rows)
+
     def ring_row(self, position: int) -> int:
         """Return the row of a position in the ring's first copy."""
         return position % self.ring + self.num_slots

@@ -128,8 +128,8 @@ class InfLLM(Method):
         room: int,
         first: int | None = None,
     ) -> int:
-        """Once the first tokens, and the window and the remainder before the chunk; for every piece
-        the blocks that it reads, and each once where the cache holds all.
+        """The first tokens, once; for every piece the blocks that it reads, and each once where the
+        cache holds all. The window stays on the device.
         """
         if first is not None and stop > self.local:
             return 0  # its output is known
@@ -139,7 +139,7 @@ class InfLLM(Method):
         if blocks[-1] <= self.cached:
             read = min(read, blocks[-1])
         fresh = min(self.init, stop) if begin < self.init + self.local + self.chunk else 0
-        return min(begin, self.local + self.block) + fresh + read * self.block
+        return fresh + read * self.block
 
     def runtime(self, setup: Setup) -> Runtime:
         return InfLLMRuntime(self, setup)
@@ -209,6 +209,7 @@ class InfLLMRuntime(Runtime):
                 return self._newest[2]
             return super().attend_prompt(layer, q, bank, start)
         out = self._pieces(layer, q, bank, [start] * len(q), bank.on_host(layer))
+        bank.keep_newest(layer, start, stop)
         self._newest = layer, stop, out[:, -1:]
         return out
 
@@ -218,7 +219,7 @@ class InfLLMRuntime(Runtime):
     def _pieces(
         self, layer: int, q: torch.Tensor, bank: Bank, starts: list[int], offloaded: bool
     ) -> torch.Tensor:
-        """offloaded: a prompt's chunk, whose window comes from host memory."""
+        """offloaded: a prompt's chunk, whose own rows are not where the older ones are."""
         out, size = torch.empty_like(q), self.method.chunk
         self.memory.open(layer)
         for b, start in enumerate(starts):
@@ -232,7 +233,8 @@ class InfLLMRuntime(Runtime):
 
     def _near(self, layer: int, b: int, bank: Bank, start: int, stop: int, offloaded: bool) -> Near:
         """What is near to positions start .. stop-1: their windows, and what is in no block yet. Of
-        an offloaded chunk it comes over once, and its own rows are taken from where they were made.
+        an offloaded chunk the past is in the ring, and its own rows are taken from where they were
+        made.
         """
         low = min(Layout.at(self.method, start).rest, max(0, start - self.method.local + 1))
         if not offloaded:
