@@ -79,8 +79,8 @@ class SessionStats:
     # positions, scores and queries kept so that its answer can be taken back; where it forgets,
     # rows too
     snapshot_bytes: int = 0
-    # came back from host memory otherwise: whole layers, blocks, rows that a method waited for;
-    # no rows of a ring or a staging buffer, which lie on the device
+    # came back from host memory otherwise: whole layers, blocks, rows that a method waited for, the
+    # tails that rings begin with; no rows of a ring or a staging buffer, which lie on the device
     bytes_streamed: int = 0
     # chunks of a layer that had to wait for a staging buffer still being written to the host
     staging_stalls: int = 0

@@ -110,6 +110,7 @@ class TieredBank(Bank):
         self._ring_stop = 0  # one past the newest position in the rings; 0: they are empty
         # between steps: the layers whose rings hold positions first .. stop-1 all the same
         self._kept: dict[int, tuple[int, int]] = {}
+        self._refilled = 0  # bytes read from host memory into the rings
         streams = (self._fetch_stream, self._write_stream)
         self._end = weakref.finalize(self, _give_back, self.table, streams, self.device)
 
@@ -155,7 +156,7 @@ class TieredBank(Bank):
         groups = {layer: dict(zip(names, row)) for layer, row in self.counters().items()}
         total = {name: sum(row[name] for row in groups.values()) for name in names}
         streamed = self._blocks.streamed + int(self._blocks.moved) + self._whole.streamed
-        streamed += 0 if self._cached is None else self._cached.streamed
+        streamed += self._refilled + (0 if self._cached is None else self._cached.streamed)
         return super().figures() | dict(
             host_bytes=self.host_nbytes,
             pin_seconds=self.pool.pin_seconds,
@@ -406,7 +407,7 @@ class TieredBank(Bank):
         for ws in self._sets:
             kept = [self._kept.get(layer, (0, 0)) for layer in ws.group]
             if any(low > first or high < length for low, high in kept):
-                ws.refill(first, min(length, self.host_length))
+                self._refilled += ws.refill(first, min(length, self.host_length))
         self._kept = {}
 
     # ---------------------------------------------------------------- going back, copies, end

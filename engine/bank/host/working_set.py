@@ -69,18 +69,19 @@ class WorkingSet:
         views = self._layout.views(self._rows[:, self._at[layer]])
         return StepRows(*views, (self.num_slots, self.ring))
 
-    def refill(self, first: int, stop: int) -> None:
+    def refill(self, first: int, stop: int) -> int:
         """Copy positions first .. stop-1, at most `ring`, from the host into both copies of the
-        ring.
+        ring; bytes that came over the link.
         """
+        rows = max(0, stop - first)
         while first < stop:
             # up to the ring's end, then from its beginning
-            count = min(stop - first, self.ring - first % self.ring)
-            for copy in (0, self.ring):
-                self._host.read(
-                    self.group[0], first, self.words, self.ring_row(first) + copy, count
-                )
+            count, at = min(stop - first, self.ring - first % self.ring), self.ring_row(first)
+            self._host.read(self.group[0], first, self.words, at, count)
+            again = at + self.ring
+            self.words[again : again + count] = self.words[at : at + count]
             first += count
+        return rows * len(self.group) * self._host.part_bytes
 
     def fill(self, layer: int, first: int, rows: torch.Tensor) -> None:
         """Write rows [n, elements] of a layer at positions from `first` on, at most `ring`, into

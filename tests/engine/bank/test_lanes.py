@@ -30,6 +30,8 @@ from tests.engine.bank.test_offload import equal, pair, play
 
 METHOD = OmniKV(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
 UNPACKED = OmniKVUnpacked(filter_layers=(1, 4), tokens=40, tail=64, dense_below=0)
+# blocks that form and are read within one chunk
+INFLLM = InfLLM(block=4, init=8, local=16, topk=4, representatives=2, cached=6, chunk=8)
 QUEST = Quest(tokens=80, page=8)
 BRUTAL = BrutalOffload(layers=5, ahead=2)
 SCRIPT = [
@@ -114,7 +116,7 @@ def test_late_fetches_change_nothing(slots, by_layer, monkeypatch):
         Full(),
         QUEST,
         TidalDecode(tokens=40),
-        InfLLM(block=8, init=8, local=64, topk=4, representatives=2, cached=12, chunk=32),
+        INFLLM,
     ],
     ids=[
         "brutal",
@@ -168,6 +170,7 @@ def test_late_banks_of_evicting_methods_change_nothing(method, monkeypatch):
         ("ready", METHOD, SCRIPT[:2], "reference"),
         ("rows", METHOD, SCRIPT[:2], "reference"),
         ("_picked", QUEST, SCRIPT, "reference"),
+        ("block_rows", INFLLM, SCRIPT, "reference"),
         ("drain", METHOD, [*SCRIPT[:3], ("decode", 20), ("fork", 0), ("decode", 8)], "reference"),
         ("_staged_kv", BRUTAL, SCRIPT[:2], "reference"),
         ("stage", BRUTAL, SCRIPT, "reference"),
@@ -177,7 +180,7 @@ def test_late_banks_of_evicting_methods_change_nothing(method, monkeypatch):
         ("_write_piece", METHOD, SCRIPT[:1], "cpu"),
         ("blocks", METHOD, STREAM[:1], "cpu"),
         ("_filling", METHOD, STREAM[:4], "cpu"),
-        ("_newest", METHOD, [("prefill", 1), ("refresh", 0)], "cpu"),
+        ("newest", METHOD, [("prefill", 1), ("refresh", 0)], "cpu"),
     ],
 )
 def test_a_wait_that_is_left_out_is_noticed(function, method, script, backend, monkeypatch):

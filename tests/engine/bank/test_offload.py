@@ -14,6 +14,7 @@ import engine.plan.placement as placement
 from engine import Full, OmniKV
 from engine.methods.controls.ablations import OmniKVPerLayer, OmniKVUnpacked
 from engine.methods.controls.brutal_offload import BrutalOffload
+from engine.plan.layers import tail_start
 from engine.plan.placement import part_bytes
 from tests.builders import random_ids, session_config, tiny_llm
 
@@ -193,6 +194,8 @@ def test_brutal_offload_is_full_attention():
     prompt = 3 * (64 + 128 + 192 + 200) + 200
     # every row that is in host memory; a block is written back at 256
     steps = 4 * (200 * 56 + 256 * 24)
+    # and before the first one the rings' tails, from the last block of 64 less 64 on
+    steps += 4 * (200 - 128)
     assert session.stats.bytes_streamed == part_bytes(CONFIG, 4) * (prompt + steps)
 
 
@@ -338,5 +341,5 @@ def test_a_layer_that_chooses_for_itself_comes_over_once():
         session.decode(3)
         read = session.stats.bytes_streamed - before
         layers, part = len(session.plan.sparse_layers), part_bytes(llm.config, 4)
-    # the step's own row is on the device
-    assert layers and read == layers * part * 300
+    # the step's own row is on the device; the ring begins with the tail
+    assert layers and read == layers * part * (300 + 300 - tail_start(300, 64))
