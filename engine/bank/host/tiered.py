@@ -11,7 +11,7 @@ that it prevents.
     working_set.py   a group's slots for fetched rows, and the ring of its newest tokens
     block_stream.py  a layer read block by block through two buffers
     whole_layers.py  a layer read whole
-    cached_blocks.py a layer's first tokens and the blocks that were read last
+    cache/           a layer's first tokens and the blocks that were read last
     row_reader.py    shared by the last three: a layer's rows from the host, then from the ring
     row_layout.py    how K and V lie in a row
 """
@@ -28,7 +28,7 @@ import torch
 from engine.bank.base import Bank, PromptRows, SparseRows, Step, StepRows
 from engine.bank.device import DeviceBank
 from engine.bank.host.block_stream import BlockStream
-from engine.bank.host.cached_blocks import CachedBlocks
+from engine.bank.host.cache.cached_blocks import CachedBlocks
 from engine.bank.host.host_rows import HostRows
 from engine.bank.host.row_reader import RowReader
 from engine.bank.host.streams import SideStream, wait

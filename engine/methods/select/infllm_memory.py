@@ -3,7 +3,7 @@ has received, what stands for a block.
 
 Source: InfLLM (Xiao et al., 2024), section 3, and thunlp/InfLLM (context_manager.py). K and V stay
 in the bank; of blocks in host memory it keeps the last `cached` that were read on the device
-(engine/bank/host/cached_blocks.py).
+(engine/bank/host/cache/cached_blocks.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What the device keeps of host memory from read to read, by blocks."""
