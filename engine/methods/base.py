@@ -450,6 +450,10 @@ class Runtime:
         """
         return self.setup.config.rows_seen(n)
 
+    def choosing_bytes(self, n: int) -> int:
+        """Bytes that a step at n tokens reads to choose, beside the rows of `rows_read`."""
+        return 0
+
     def selections(self) -> dict[int, torch.Tensor]:
         """{filter layer: int64 [k] positions, ascending} of the last step, sequence 0."""
         return {}

@@ -22,7 +22,15 @@ from engine.runner.step_runner import StepRunner
 from tools.bench import cli as bench
 from tools.bench import gather as bench_gather
 from tools.bench import suite as bench_suite
-from tools.bench.floor import Rates, floor_seconds, measure_rates, step_bytes, streamed_weights
+from tools.bench.allowed import FIXED, SHALLOW, allowed
+from tools.bench.floor import (
+    Rates,
+    StepBytes,
+    floor_seconds,
+    measure_rates,
+    step_bytes,
+    streamed_weights,
+)
 from tools.bench.methods import specs
 from tools.bench.run import (
     Cell,
@@ -290,6 +298,44 @@ def test_predicted_bytes_are_those_that_a_step_counts(n):
             - before.bytes_read_dense
             == needed.dense + needed.sparse
         )
+
+
+def test_what_bytes_allow_is_the_fixed_part_and_a_price_for_each_byte():
+    """A byte costs what OmniKV's cost above the fixed part; depths stand apart."""
+
+    def cell(name, n, ms, dense, choosing=0):
+        return Cell(name, "tg", n, needed=StepBytes(10, dense, 0, 0, choosing), seconds=[ms * 1e-3])
+
+    cells = [
+        cell("omnikv w1", 4096, 6.0, 4000),
+        cell("omnikv w0", 4096, 9.0, 4000),
+        cell("quest", 4096, 6.0, 1000, 1000),
+        cell("full", 8192, 7.0, 9000),
+        cell(FIXED, SHALLOW, 2.0, 0),
+        Cell("slow", "tg", 4096, why="left out"),
+    ]
+    first, second, quest = allowed(cells)
+    assert [row.name for row in (first, second, quest)] == ["omnikv w1", "omnikv w0", "quest"]
+    assert (first.ratio, second.ratio) == (1.0, pytest.approx(1.5))
+    assert (quest.read, quest.choosing) == (2000, 1000)
+    assert quest.allowed == pytest.approx(4e-3) and quest.ratio == pytest.approx(1.5)
+    assert not allowed(cells[:-2]) and not allowed(cells[2:])
+
+
+def test_the_table_of_what_bytes_allow(capsys):
+    """Bytes to choose are counted too; the depth of the fixed part is its own."""
+    methods = ["--methods", "omnikv", "omnikv_per_layer", "quest", "snapkv", "--wait-layers", "0"]
+    flags = "--peers", "none", "-p", "none", "--allowed", "--no-append", *methods
+    code, out, data = run(capsys, *flags)
+    rows = [line for line in out.splitlines() if "| tg @ d600 |" in line]
+    assert code == 0 and len(rows) == 8 and out.count("beside omnikv's bytes") == 1
+    found = {row["name"]: row for row in data["allowed"]}
+    config, chosen = shape_config("tiny"), (602 - 1) // 16
+    side = config.kv_bytes(4) // 2
+    assert found["omnikv w0"]["ratio"] == 1.0 and found["snapkv"]["choosing"] == 0
+    first = (shape_filters("tiny") or (0,))[0]
+    assert found["omnikv_per_layer"]["choosing"] == (config.num_layers - first) * 602 * side
+    assert found["quest"]["choosing"] == (config.num_layers - 2) * 2 * chosen * side
 
 
 def test_every_named_method_has_its_row(capsys):

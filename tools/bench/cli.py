@@ -21,6 +21,7 @@ import torch
 
 from engine.base.errors import UsageError
 from tools.bench import header as bench_header
+from tools.bench.allowed import SHALLOW
 from tools.bench.methods import specs
 from tools.bench.options import Options, Result
 from tools.bench.peers import PEERS
@@ -169,6 +170,12 @@ def _run_flags(p: argparse.ArgumentParser) -> None:
         help="leave out the tokens that are read onto every depth, which take longer than the "
         "steps on a CPU",
     )
+    p.add_argument(
+        "--allowed",
+        action="store_true",
+        help=f"also time full attention at {SHALLOW} tokens, a step's fixed part, and print what "
+        "each method's bytes of K and V allow beside omnikv's (needs omnikv among --methods)",
+    )
     p.add_argument("--no-split", action="store_true", help="leave out the split of a step")
     p.add_argument(
         "--no-gather",
@@ -232,6 +239,7 @@ def options(args: argparse.Namespace) -> Options:
         append=not args.no_append,
         gather=not args.no_gather,
         cpu_time=args.cpu_time,
+        allowed=args.allowed,
     )
 
 

@@ -23,11 +23,17 @@ class StepBytes:
     dense: int  # keys and values of FULL, FILTER and WAIT layers
     sparse: int  # what SPARSE and RETAINED layers read: a selection and tail, or a store
     scoring: int = 0
+    choosing: int = 0  # what layers read to choose beside the rows that they attend to
 
     @property
     def floor(self):
         """Bytes that the floor counts."""
-        return self.weights + self.dense + self.sparse
+        return self.weights + self.read
+
+    @property
+    def read(self):
+        """Bytes of K and V, and of what stands for them, that a step reads."""
+        return self.dense + self.sparse + self.choosing
 
 
 def streamed_weights(config, dtype_bytes):

@@ -35,6 +35,7 @@ class Options:
     backend: str = "auto"
     # decode steps by the process's CPU time, not by the wall's: for a machine that others use
     cpu_time: bool = False
+    allowed: bool = False  # measure a step's fixed part too, for what each method's bytes allow
     gather: bool = False  # compare the ways of bringing rows from host memory
 
 

@@ -8,6 +8,7 @@ import json
 
 from engine.base.figures import human
 from tools.bench import gather as bench_gather
+from tools.bench.allowed import allowed
 from tools.bench.split import SMALL, STAGES
 
 
@@ -22,6 +23,7 @@ def summary(result, head, warnings):
         "crashed": result.crashed,
         "rates_after": result.rates_after.to_dict() if result.rates_after else None,
         "peers": result.peers,
+        "allowed": [vars(row) | {"ratio": row.ratio} for row in allowed(result.cells)],
         "cells": [cell.to_dict() | ratios(cell, result.cells) for cell in result.cells],
         "splits": [_split_dict(row) for row in result.splits],
         "memory": result.memory,
@@ -56,6 +58,7 @@ def markdown(result, head, warnings):
     parts = [
         _header(result, head),
         "\n".join(decode_rows(result)),
+        "\n".join(allowed_rows(result.cells)),
         "\n".join(_prefill_rows(result)),
         "\n".join(_split_rows(result)),
         "\n".join(_gather_rows(result)),
@@ -84,6 +87,34 @@ def _header(result, head):
     for name, facts in result.peers.items():
         lines.append(f"{name}: " + (facts["why"] if "why" in facts else json.dumps(facts)))
     return "\n".join(lines)
+
+
+def allowed_rows(cells):
+    """One row per method and depth: what its bytes allow beside OmniKV's (tools/bench/allowed.py);
+    none where the fixed part was not timed.
+    """
+    rows = [
+        [
+            row.name,
+            f"tg @ d{row.n}",
+            f"{row.read / 1e6:.2f}",
+            f"{row.choosing / 1e6:.2f}",
+            f"{1e3 * row.seconds:.2f}",
+            f"{1e3 * row.allowed:.2f}",
+            f"{row.ratio:.2f}",
+        ]
+        for row in allowed(cells)
+    ]
+    columns = [
+        "beside omnikv's bytes",
+        "test",
+        "MB of K and V",
+        "to choose",
+        "ms/token",
+        "ms allowed",
+        "ratio",
+    ]
+    return _table(columns, rows) if rows else []
 
 
 def _table(columns, rows):

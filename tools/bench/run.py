@@ -9,7 +9,7 @@ tools/bench/llamacpp.py.
 import contextlib
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -164,22 +164,24 @@ def engine_bytes(llm, n, prompt):
     a budget by share.
     """
     plan, size = llm.plan(), llm.dtype.itemsize
-    rows = [n] * plan.layers.num_layers if n < plan.dense_below else _rows(llm, plan, n, prompt)
-    return step_bytes(llm.config, size, plan.layers, n, rows)
+    rows, choosing = [n] * plan.layers.num_layers, 0
+    if n >= plan.dense_below:
+        rows, choosing = _rows(llm, plan, n, prompt)
+    return replace(step_bytes(llm.config, size, plan.layers, n, rows), choosing=choosing)
 
 
 def _rows(llm, plan, n, prompt):
-    """Tokens that each layer reads, as the method declares them: a store's course after the prompt,
-    or what a runtime of it counts without a bank.
+    """(tokens that each layer reads, bytes that choosing reads beside them), as the method declares
+    them: a store's course after the prompt, or what a runtime of it counts without a bank.
     """
     method, layers = plan.method, plan.layers
     if isinstance(method, Evicting):
         budgets = method.budgets(layers, prompt)
-        return [method.course(budget, prompt, n - prompt)[1] for budget in budgets]
+        return [method.course(budget, prompt, n - prompt)[1] for budget in budgets], 0
     # room for the whole prompt: a runtime may note its tokens where it ends
     runtime = method.runtime(Setup.of(llm.config, method, n, plan=layers, dtype=llm.dtype))
     runtime.end_prompt(prompt)
-    return runtime.rows_read(n)
+    return runtime.rows_read(n), runtime.choosing_bytes(n)
 
 
 def fetched_bytes(llm, n):

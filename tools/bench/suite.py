@@ -17,6 +17,7 @@ from engine.model.config.config import ModelConfig
 from engine.model.tensors import random_stream
 from engine.plan.free_memory import HEADROOM, available_bytes
 from tools.bench import gather as bench_gather
+from tools.bench.allowed import FIXED, SHALLOW
 from tools.bench.floor import floor_seconds, measure_rates
 from tools.bench.memory import Peak, held
 from tools.bench.methods import Spec
@@ -176,8 +177,11 @@ class Suite:
     def _context(self, n: int) -> None:
         entrants, cells = [], {}
         self._release()
-        for spec in self.options.specs:
-            cell = cells[spec.label] = Cell(spec.label, "tg", n)
+        own = [(spec, n) for spec in self.options.specs]
+        if self.options.allowed:
+            own.append((Spec(FIXED, Full()), SHALLOW))
+        for spec, depth in own:
+            cell = cells[spec.label] = Cell(spec.label, "tg", depth)
             try:
                 entrants += self._own(spec, cell)
             except Exception as error:
@@ -272,7 +276,7 @@ class Suite:
                 self.result.memory.append(
                     {
                         "name": cell.name,
-                        "n": n,
+                        "n": cell.n,
                         "planned": entrant.bytes,
                         "measured": facts["held_bytes"],
                     }
@@ -293,7 +297,7 @@ class Suite:
         """After an entrant's last turn: note its counters, its split, and one prefill chunk at
         depth.
         """
-        if not isinstance(contestant, Engine):
+        if not isinstance(contestant, Engine) or name == FIXED:
             return
         needed, fetched = cells[name].needed, _fetched(contestant)
         cells[name].extra |= {

@@ -64,6 +64,13 @@ class OmniKVPerLayer(OmniKV):
 class PerLayerRuntime(OmniKVRuntime):
     """Each sparse layer chooses, then reads what it chose."""
 
+    def choosing_bytes(self, n: int) -> int:
+        """K of every token, where any may be left out."""
+        config = self.setup.config
+        row = config.kv_bytes(self.setup.dtype.itemsize) // config.sides
+        chooses = min(self.rows_read(n), default=n) < n
+        return len(self.plan.sparse_layers) * n * row if chooses else 0
+
     def attend_sparse(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """A layer in host memory comes over once, for its scores and for what they choose."""
         if step.bank.on_host(layer):

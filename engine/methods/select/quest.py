@@ -214,6 +214,13 @@ class QuestRuntime(Selecting):
         """The newest page."""
         return (step.visible - 1) // self.method.page * self.method.page
 
+    def choosing_bytes(self, n: int) -> int:
+        """The extremes of every page but the newest, where the budget does not cover them."""
+        config, older = self.setup.config, (n - 1) // self.method.page
+        row = 2 * config.num_kv_heads * config.head_dim * self.low.element_size()
+        chooses = older > self.k // self.method.page - 1
+        return len(self.plan.sparse_layers) * older * row if chooses else 0
+
     def tokens_read(self, n: int) -> int:
         """Everything while the budget covers it, else whole pages and what the newest holds."""
         newest = n - (n - 1) // self.method.page * self.method.page
