@@ -143,6 +143,10 @@ class DeviceBank(Bank):
         k, v = held.k, held.v
         return (k, v) if stop in (None, k.shape[2]) else (k[:, :, :stop], v[:, :, :stop])
 
+    def rows(self, layer: int, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = self.kv(layer)
+        return k[:, :, first:stop], v[:, :, first:stop]
+
     def blocks(
         self, layer: int, start: int, stop: int, size: int | None = None, ahead: bool = True
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

@@ -148,6 +148,10 @@ class Rotary:
         """Return which of `ropes` a layer has."""
         return self._of_layer[layer]
 
+    def turns_by(self, by: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the (cos, sin) float32 [..., R / 2] with which `rotate_by` turns `by` [...]."""
+        return self._only().turns_by(by)
+
     def rotate_by(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
         """Shift rotated x [..., S, heads, D] by `by` [..., S] int64 positions: R(p) x -> R(p+by) x.
 
@@ -155,9 +159,12 @@ class Rotary:
         but dynamic NTK, where frequencies depend on the length, and where all layers have one rope
         (else ValueError). x already contains the attention factor; it is not applied again.
         """
+        return apply_rope(x, *self._only().turns_by(by))
+
+    def _only(self) -> _Turns:
         if len(self.ropes) > 1:
             raise ValueError("rotate_by: the model's layers have different ropes")
-        return self._turns[0].rotate_by(x, by)
+        return self._turns[0]
 
 
 class _Turns:
@@ -187,14 +194,14 @@ class _Turns:
             cos, sin = angle.cos(), angle.sin()
         return (cos, sin) if self._scale == 1.0 else (cos * self._scale, sin * self._scale)
 
-    def rotate_by(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-        """As Rotary.rotate_by."""
+    def turns_by(self, by: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As Rotary.turns_by."""
         if self.rope.kind == "dynamic":
             raise ValueError(
                 "rotate_by: dynamic rope changes its frequencies with the length, so rotated rows "
                 "cannot be shifted"
             )
-        return apply_rope(x, *_far_turns(by, self._freq))
+        return _far_turns(by, self._freq)
 
 
 def _far_turns(positions: torch.Tensor, freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,6 +40,7 @@ SOURCES = (
     "drop.cpp",
     "few_bits.cpp",
     "gates.cpp",
+    "kept.cpp",
     "packed.cpp",
     "prefill.cpp",
     "product.cpp",

@@ -53,7 +53,7 @@ FLOORS = (
     ("engine.model", "engine.text", "engine.evidence"),
     ("engine.base",),
     ("kernels.experts",),
-    ("kernels.select", "kernels.prefill", "kernels.quant"),
+    ("kernels.select", "kernels.prefill", "kernels.quant", "kernels.kept"),
     ("kernels.attention", "kernels.layer", "kernels.recurrent"),
     ("kernels.rows",),
     ("kernels.tier", "kernels.native"),

@@ -61,6 +61,8 @@ class A2SFRuntime(AccumulatingRuntime):
         start: int,
     ) -> torch.Tensor:
         """Query j of C weighs forgetting^(C-1-j)."""
+        if len(q) == 1:
+            return self.column_sums(layer, q, k, first)
         ages = torch.arange(len(q) - 1, -1, -1, device=q.device, dtype=torch.float32)
         weights = torch.pow(torch.tensor(float(self.method.forgetting), device=q.device), ages)
         return self.column_sums(

@@ -62,6 +62,7 @@ class KeyformerRuntime(AccumulatingRuntime):
     """Noise is computed where it is needed, the same each time."""
 
     method: Keyformer
+    leaves = "logits"
 
     def added(
         self,

@@ -58,3 +58,8 @@ class LMInfinite(Windowed):
         moved = rotary.rotate_by(q.flatten(1, 2), window - at).view(q.shape)
         far = torch.einsum("chgd,hsd->hgcs", moved, still)
         return torch.where(at.unsqueeze(1) - first > window, far, near)
+
+    def sink_turns(self, at: int, sinks: int, window: int) -> torch.Tensor | None:
+        """As far from each K as L_pre is from 0; not at all where it is no further away."""
+        first = torch.arange(sinks)
+        return torch.where(at - first > window, first + (window - at), 0)

@@ -68,6 +68,9 @@ class RoCoRuntime(AccumulatingRuntime):
         start: int,
     ) -> torch.Tensor:
         """Sums of the queries' weights and of their squares: [h, 2, T]."""
+        if self.weights is not None and len(q) and not self.reading:
+            one = reduce_group(self.weights[:, :, 0], self.method.gqa_reduce)
+            return torch.stack([one, one.square()], 1)
         sums = torch.zeros(len(k), 2, k.shape[1], device=q.device)
         given = self.scale, None, self.softmax[layer]
         for _, rows, weights in weight_tiles(q, k, first, *given):

@@ -87,6 +87,9 @@ class StreamingLLM(Windowed):
         turned = rotary.rotate_by(q.flatten(1, 2), sinks + window - 1 - at).view(q.shape)
         return torch.einsum("chgd,hsd->hgcs", turned, k)
 
+    def sink_turns(self, at: int, sinks: int, window: int) -> torch.Tensor | None:
+        return torch.tensor([sinks + window - 1 - at])
+
     def runtime(self, setup: Setup) -> Runtime:
         return TrimmedOnceRuntime(self, setup) if self.official else WindowedRuntime(self, setup)
 
@@ -98,6 +101,7 @@ class TrimmedOnceRuntime(WindowedRuntime):
 
     attend_rows = EvictingRuntime.attend_rows
     attend_step = EvictingRuntime.attend_step
+    attend_in_one_call = EvictingRuntime.attend_in_one_call
 
     def trim(self, rows: Rows, budget: int, sequence: Sequence, layer: int) -> Rows:
         return rows

@@ -41,3 +41,7 @@ class Window(Windowed):
     ) -> torch.Tensor:
         """Empty: there are no sinks."""
         return q.new_zeros(k.shape[0], q.shape[2], len(at), 0)
+
+    def sink_turns(self, at: int, sinks: int, window: int) -> torch.Tensor | None:
+        """None, of no sinks."""
+        return None

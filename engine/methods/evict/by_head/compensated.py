@@ -68,6 +68,8 @@ class Compensated(Ragged):
     ring int64 [few]: where each mean lies, and the first of the rows that take turns.
     """
 
+    plain = False
+
     def __init__(
         self,
         parts: Iterable[Rows],

@@ -24,6 +24,7 @@ from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
 from kernels.attention.dense import decode_logged
+from kernels.kept.step import kept_step
 from kernels.launch.softmax import Softmax
 from kernels.select.column_sums import Change, column_sums
 from kernels.select.drop import RULES, reduce_group
@@ -102,10 +103,13 @@ class AccumulatingRuntime(EvictingRuntime):
     """One session's stores with their scores."""
 
     method: Accumulating
+    leaves = "weights"  # what a step in one call leaves: "logits" for an `added` that changes them
 
     def __init__(self, method: Evicting, setup: Setup):
         super().__init__(method, setup)
-        self.logits: torch.Tensor | None = None  # of the query that has just attended
+        # of the query that has just attended: one of them, where its kernel leaves it
+        self.logits: torch.Tensor | None = None
+        self.weights: torch.Tensor | None = None
 
     def attend_step(
         self,
@@ -121,6 +125,23 @@ class AccumulatingRuntime(EvictingRuntime):
         """Leave the query's logits too, where the kernel does."""
         given = self.scale, self.setup.scratch, self.setup.backend, softmax
         out, self.logits = decode_logged(q, k, v, *given)
+        return out
+
+    def attend_in_one_call(
+        self,
+        sequence: Sequence,
+        layer: int,
+        rows: Rows,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        at: int,
+        softmax: Softmax,
+    ) -> torch.Tensor:
+        """Leave what the query weighs too, or its logits."""
+        given = at, self.scale, softmax, self.leaves
+        out, left = kept_step(q, k, v, rows.store(), *given)
+        self.logits, self.weights = (None, left) if self.leaves == "weights" else (left, None)
         return out
 
     def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
@@ -171,7 +192,7 @@ class AccumulatingRuntime(EvictingRuntime):
         """
         if not self.reading or (b, layer, number) not in self.pending:
             self.pending[b, layer, number] = self.added(b, layer, number, q, k, first, start)
-        self.logits = None
+        self.logits = self.weights = None
 
     def column_sums(
         self,
@@ -183,9 +204,14 @@ class AccumulatingRuntime(EvictingRuntime):
         change: Change | None = None,
         tau: float = 1.0,
     ) -> torch.Tensor:
-        """As kernels/select/column_sums.py; a step's of the logits that its attention has left.
-        tau: what `change` divides logits by, and the layer's sinks are divided by.
+        """As kernels/select/column_sums.py; a step's of what its attention has left. tau: what
+        `change` divides logits by, and the layer's sinks are divided by.
         """
+        if self.weights is not None and len(q) and change is None and not self.reading:
+            found = self.weights
+            if each is not None:
+                found = each(found, slice(0, 1), slice(0, found.shape[3]))
+            return found.squeeze(2)
         softmax = self.softmax[layer]
         if softmax.sinks is not None and tau != 1.0:
             softmax = replace(softmax, sinks=softmax.sinks / tau)
@@ -216,7 +242,8 @@ class AccumulatingRuntime(EvictingRuntime):
                 for number, rows in enumerate(parts):
                     new = self.pending[b, layer, number]
                     assert rows.scores is not None
-                    rows.scores[:, :, : new.shape[2]].mul_(decay).add_(new)
+                    scores = rows.scores[:, :, : new.shape[2]]
+                    (scores if decay == 1.0 else scores.mul_(decay)).add_(new)
             return
         sums = sequence.sums
         if sums is None:

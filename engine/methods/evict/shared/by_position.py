@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from engine.model.rope import Rotary
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
 from kernels.attention.native import attend, attends
+from kernels.kept.step import Turned, kept_step
 from kernels.launch.dispatch import choose
 from kernels.launch.softmax import Softmax
 from kernels.prefill.dense import prefill_dense
@@ -70,6 +72,12 @@ class Windowed(Evicting):
         the K [h, s, D] of the sinks.
         """
         raise NotImplementedError
+
+    def sink_turns(self, at: int, sinks: int, window: int) -> torch.Tensor | None:
+        """Positions int64 [1, or one of each sink] by which the query at `at` is turned where it
+        meets a sink's K as it lies: what `sink_logits` does in one step; None: it does otherwise.
+        """
+        return None
 
     def streamed(self, config: ModelConfig) -> Method:
         """A number of tokens, prompts read within them, and nothing else kept."""
@@ -141,6 +149,7 @@ class WindowedRuntime(EvictingRuntime):
         super().__init__(method, setup)
         # a method that clips needs all layers that evict to have one rope
         self.rotary = Rotary(seeing_alone(setup.config) or setup.config, setup.device)
+        self._met: tuple[Any, Turned | None] = None, None  # of the step under way
 
     def sizes(self, length: float) -> tuple[int, int]:
         """(sinks, window) after a prompt of `length` tokens; infinite while it goes on, which a
@@ -224,6 +233,38 @@ class WindowedRuntime(EvictingRuntime):
             return self._attend_natively(q, k, v, positions[0], at, sinks, window, softmax)
         given = slice(sinks, k.shape[1]), at, sinks, window, softmax
         return self.attend_window(q, k, v, positions[0].long(), *given)
+
+    def attend_in_one_call(
+        self,
+        sequence: Sequence,
+        layer: int,
+        rows: Rows,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        at: int,
+        softmax: Softmax,
+    ) -> torch.Tensor:
+        """The angles are those of all layers of one budget."""
+        sinks = self.method.sinks(sequence.budgets[layer], sequence.prompt)
+        window = sequence.budgets[layer] - sinks
+        met = at, sinks, window
+        if self._met[0] != met:
+            self._met = met, self._meets(*met)
+        given = at, self.scale, softmax, "", self._met[1]
+        return kept_step(q, k, v, rows.store(), *given)[0]
+
+    def _meets(self, at: int, sinks: int, window: int) -> Turned | None:
+        """What the query at `at` meets otherwise than plain attention does."""
+        if at < self.method.clip_from(sinks, window):
+            return None
+        by = self.method.sink_turns(at, sinks, window) if sinks else None
+        angles = (None, None) if by is None else self.rotary.turns_by(by)
+        return Turned(sinks, at - window + 1, *angles)
+
+    def in_one_call(self) -> bool:
+        says = type(self.method).sink_turns is not Windowed.sink_turns
+        return says and super().in_one_call()
 
     def _attend_natively(
         self,

@@ -18,6 +18,7 @@ from engine.methods.evict.shared.store import Rows, reserved
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from kernels.attention.ragged import decode_ragged
+from kernels.kept.step import kept_step_ragged
 from kernels.launch.softmax import PLAIN, Softmax
 from kernels.rows.forms import as_bytes
 
@@ -52,6 +53,8 @@ class Ragged(list[Rows]):
     table int64 [TABLES, h]: the row at which a head begins; how many it has with the one of the
     step under way; where that one goes. most: the largest of the second, counted on the host.
     """
+
+    plain = True  # whether every row counts once, as `step` takes it
 
     def __init__(self, parts: Iterable[Rows]):
         super().__init__()
@@ -102,6 +105,15 @@ class Ragged(list[Rows]):
     def remade(self) -> Ragged:
         """A copy that shares nothing, with room for what comes."""
         return Ragged(self)
+
+    def step(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int, scale: float
+    ) -> torch.Tensor:
+        """`put` of k, v [h, 1, width] and `attend` by one call of the C++ kernel, where
+        kernels/kept/step.py says that it runs.
+        """
+        rows = self.k, self.v, self.positions, self.table, self.most
+        return kept_step_ragged(q, k, v, *rows, position, scale)
 
     def counted(self) -> Ragged:
         """Count the rows that were put; returns this store, or a larger one where a head has no

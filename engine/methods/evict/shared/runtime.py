@@ -31,6 +31,7 @@ from engine.methods.evict.shared.store import Part, Rows, Sequence, best
 from engine.methods.evict.shared.windows import spread, window_positions, window_rows_bytes
 from engine.model.rope import apply_rope
 from kernels.attention.dense import decode_dense
+from kernels.kept.step import kept_step, steps
 from kernels.launch.softmax import Softmax
 from kernels.prefill.dense import prefill_dense
 
@@ -56,6 +57,7 @@ class EvictingRuntime(Runtime):
         self.bank: Bank | None = None
         # (sequence, layer, part number) -> scores of the chunk or step under way
         self.pending: dict[Any, Any] = {}
+        self._in_one_call: bool | None = None  # asked in the first step
 
     # ---------------------------------------------------------------- what a method says
 
@@ -125,6 +127,32 @@ class EvictingRuntime(Runtime):
             backend=self.setup.backend,
             softmax=softmax,
         )
+
+    def attend_in_one_call(
+        self,
+        sequence: Sequence,
+        layer: int,
+        rows: Rows,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        at: int,
+        softmax: Softmax,
+    ) -> torch.Tensor:
+        """`attend_step` of what `rows` holds with the new token, whose k, v [h, 1, D] it puts there
+        first (kernels/kept/step.py). A class that has its own `attend_step` has its own of this
+        too, or puts and attends in two steps.
+        """
+        return kept_step(q, k, v, rows.store(), at, self.scale, softmax)[0]
+
+    def in_one_call(self) -> bool:
+        """Whether steps run by `attend_in_one_call`: C++ does here what `attend_step` says."""
+        of_step = next(c for c in type(self).__mro__ if "attend_step" in vars(c))
+        if "attend_in_one_call" not in vars(of_step):
+            return False
+        setup, config = self.setup, self.setup.config
+        kinds = setup.dtype, config.row_dtype(setup.dtype), config.head_dim
+        return steps(setup.backend, *kinds, setup.device.type)
 
     def softmax_of(self, layer: int, heads: slice) -> Softmax:
         """What is particular in a layer's softmax, of the query heads of a slice of K/V heads."""
@@ -243,6 +271,8 @@ class EvictingRuntime(Runtime):
     def queries(self, q: torch.Tensor, heads: slice) -> torch.Tensor:
         """The query heads of a slice of K/V heads: q [B, C, H, D] -> [B, C, G * h, D]."""
         group = self.setup.config.group
+        if heads.stop - heads.start == self.heads:
+            return q
         return q[:, :, heads.start * group : heads.stop * group]
 
     def newest_queries(
@@ -323,6 +353,8 @@ class EvictingRuntime(Runtime):
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """One new token per sequence attends to its store and itself."""
         self.bank, self.reading = step.bank, False
+        if len(self.sequences) == 1:
+            return self._attend(0, layer, q, step)
         return torch.cat(
             [self._attend(b, layer, q[b : b + 1], step) for b in range(len(self.sequences))]
         )
@@ -337,16 +369,25 @@ class EvictingRuntime(Runtime):
             self.observe(b, layer, 0, q[0], k, at, at)
             return whole
         out, (k, v), parts = [], step.bank.rows(layer, at, at + 1), sequence.layers[layer]
+        if self._in_one_call is None:
+            self._in_one_call = self.in_one_call()
+        if isinstance(parts, Ragged) and parts.plain and self._in_one_call:
+            return parts.step(q, k[b], v[b], at, self.scale)
         if isinstance(parts, Ragged):
             parts.put(k[b, :, 0], v[b, :, 0], at)
             return parts.attend(q, self.scale, self.setup)
         for number, rows in enumerate(parts):
-            rows.put(k[b, rows.heads, 0], v[b, rows.heads, 0], at)
             part, held = self.queries(q, rows.heads), rows.held + 1
-            mine = rows.k[:, :held], rows.v[:, :held], rows.positions[:, :held]
             softmax = self.softmax_of(layer, rows.heads)
-            out.append(self.attend_step(sequence, layer, part, *mine, at, softmax))
-            self.observe(b, layer, number, part[0], mine[0], rows.held, at)
+            if self._in_one_call:
+                new = k[b, rows.heads], v[b, rows.heads]
+                found = self.attend_in_one_call(sequence, layer, rows, part, *new, at, softmax)
+            else:
+                rows.put(k[b, rows.heads, 0], v[b, rows.heads, 0], at)
+                mine = rows.k[:, :held], rows.v[:, :held], rows.positions[:, :held]
+                found = self.attend_step(sequence, layer, part, *mine, at, softmax)
+            out.append(found)
+            self.observe(b, layer, number, part[0], rows.k[:, :held], rows.held, at)
         return out[0] if len(out) == 1 else torch.cat(out, 2)
 
     def commit(self, count: int) -> None:

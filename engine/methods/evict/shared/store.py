@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.model.config.config import ModelConfig
+from kernels.kept.step import Store
 from kernels.rows.forms import as_bytes
 from kernels.select.drop import NEWEST, drop_least
 
@@ -212,6 +213,10 @@ class Rows:
         self.held, self.base = part.k.shape[1], goal
         self.positions[:, : self.held] = part.positions
         return True
+
+    def store(self) -> Store:
+        """The whole of it, as a step in one call takes it."""
+        return Store(self.k, self.v, self.positions, self.scores, self.held)
 
     def put(self, k: torch.Tensor, v: torch.Tensor, position: int) -> None:
         """Write a new token's k, v [h, D] behind the others; it counts once `held` says so."""
