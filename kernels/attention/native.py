@@ -258,6 +258,61 @@ def attend_scored_natively(
     return found
 
 
+def logits_natively(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: float,
+    logits: torch.Tensor,
+    softmax: Softmax = PLAIN,
+    parts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Leave the scaled and capped logits of one query, and read no value.
+
+    q [1, H, D]; k [Hkv, n, D], n >= 1; logits: float32 of at least H * n elements, whose first are
+    [H, n] afterwards. parts: as in `attend`. Returns their log-sum-exp float32 [H], with the sinks.
+    Mutates logits and parts. Raises what `attend` does.
+    """
+    heads, rows, dim = q.shape[1], k.shape[1], q.shape[2]
+    units, size, folded = len(k), k.element_size(), _folded(q, k, len(k))
+    lse, needed = torch.empty(heads), part_floats(units, heads // units, dim, rows)
+    if parts is None or parts.numel() < needed:
+        parts = torch.empty(needed)
+    call = _Call(
+        folded.data_ptr(), k.data_ptr(), k.data_ptr(),
+        k.stride(0) * size, k.stride(1) * size, 0, 0, None, 0,
+        None, lse.data_ptr(), parts.data_ptr(), logits.data_ptr(), rows, None, None,
+        units, 1, heads // units, dim, 0, 0, rows, SPLIT, torch.get_num_threads(), 1,
+        scale, softmax.cap,
+    )  # fmt: skip
+    check(loaded().omnikv_attend(ctypes.byref(call), ROWS[k.dtype]), f"attention to {k.dtype}")
+    return softmax.joined(lse.view(units, -1, 1, 1)).flatten()
+
+
+def score_natively(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    scores: torch.Tensor,
+    kind: str,
+    held: torch.Tensor,
+    parts: torch.Tensor,
+    softmax: Softmax = PLAIN,
+) -> None:
+    """Leave the scores that `decode_dense` (kernels/attention/dense.py) leaves of one query,
+    without its attention: no value is read.
+
+    q [B, 1, H, D]; k [B, Hkv, T, D]; lengths [B] of at least 1; scores [B, T] float32, of `kind`
+    "softmax" or "raw"; held: float32 of at least H * the longest; parts: as in `attend`. Mutates
+    scores, held and parts. Raises what `attend` does.
+    """
+    heads = q.shape[2]
+    for b, n in enumerate(lengths.tolist()):
+        lse = logits_natively(q[b], k[b, :, :n], scale, held, softmax, parts)
+        logits = held[: heads * n].view(heads, n)
+        head_most(logits, lse if kind == "softmax" else None, scores[b, :n])
+
+
 def head_most(logits: torch.Tensor, lse: torch.Tensor | None, scores: torch.Tensor) -> None:
     """Set scores [n] float32 to the maximum over heads of exp(logits - lse), or of logits without
     lse.
@@ -297,6 +352,10 @@ def _attention() -> Iterator[Case]:
         scores = torch.empty(300)
         head_most(held.view(6, 300), lse[1], scores)
         yield f"scores in {dtype}", scores, head_max(logits, "softmax")[0], dtype
+        again = torch.empty(6 * 300)
+        alone = logits_natively(q[1:], k, 0.125, again)
+        yield f"logits alone in {dtype}", again, held, torch.float32
+        yield f"their log-sum-exp in {dtype}", alone, lse[1], torch.float32
         index = torch.arange(0, 100, 3, dtype=torch.int32)
         chosen = torch.cat([index, torch.arange(150, 300)])
         found, _ = attend(q, k, v, 0.125, index[None], len(index), 150)

@@ -173,9 +173,9 @@ template <> struct Decoded<Int4Keys> : DecodedInt8<Int4Keys> {};
 template <> struct Decoded<Int4Values> : DecodedInt8<Int4Values> {};
 
 // T queries attend to one block more; query r sees rows below limit[r]. logs [count] or NULL is added to
-// the rows' logits. out [T][dim] is the weighted
-// sum so far, not divided, best and sum [T] the largest logit and the sum of weights. logits
-// [T][ahead] or NULL takes logits of all rows.
+// the rows' logits. out [T][dim] is the weighted sum so far, not divided, best and sum [T] the largest
+// logit and the sum of weights. logits [T][ahead] or NULL takes logits of all rows. out NULL: values are
+// not read.
 template <class K, class V, int T>
 static void attend_tile(const float *q, const Block &block, int dim, float scale, float cap, const float *logs,
                         const int *limit, float *out, float *best, float *sum, float *logits, long ahead) {
@@ -214,9 +214,10 @@ static void attend_tile(const float *q, const Block &block, int dim, float scale
             added += weight;
         }
         best[r] = now, sum[r] = sum[r] * less + total(added);
-        if (less != 1)
+        if (less != 1 && out)
             for (int d = 0; d < dim; d += W) store(out + r * dim + d, load(out + r * dim + d) * less);
     }
+    if (!out) return;
     if (V::scaled) {
         scales = block.value_scales ? block.value_scales : held;
         if (!block.value_scales)
@@ -242,7 +243,7 @@ struct Call {
     long key_head, key_row, value_head, value_row;  // strides in bytes
     const int32_t *index;                           // or NULL
     long index_head;                                // elements from one head's to the next's
-    float *out, *lse;                               // [heads][queries * group][dim] and [..]
+    float *out, *lse;  // [heads][queries * group][dim] and [..]; out NULL: no value is read
     float *parts;                                   // [heads][splits][queries * group][dim + 2]
     float *logits;                                  // [heads][group][ahead], of the last query, or NULL
     long ahead;
@@ -276,12 +277,12 @@ static void attend_split(const Call &c, int head, int s) {
     const int last = (c.queries - 1) * c.group;
     Decoded<K> keys;
     Decoded<V> values;
-    memset(part, 0, sizeof(float) * rows * c.dim);
+    if (c.out) memset(part, 0, sizeof(float) * rows * c.dim);
     for (int r = 0; r < rows; r++) bests[r] = -INFINITY, sums[r] = 0;
     for (int t = first; t < stop; t += BLOCK) {
         Block block(run, t, stop);
         block.key_scales = keys.take(block.keys, block.count, c.dim);
-        block.value_scales = values.take(block.values, block.count, c.dim);
+        if (c.out) block.value_scales = values.take(block.values, block.count, c.dim);
         const float *logs = c.logs ? c.logs + run.start + t : nullptr;
         for (int r = 0; r < rows;) {
             // a tile holds queries that all leave their logits, or none
@@ -293,7 +294,7 @@ static void attend_split(const Call &c, int head, int s) {
             float *logits = nullptr;
             if (c.logits && r >= last) logits = c.logits + ((long)head * c.group + r - last) * c.ahead;
             const float *q = c.q + ((long)head * rows + r) * c.dim;
-            float *out = part + (long)r * c.dim, *best = bests + r, *sum = sums + r;
+            float *out = c.out ? part + (long)r * c.dim : nullptr, *best = bests + r, *sum = sums + r;
 #define ATTEND(T)                                                                 \
     attend_tile<typename Decoded<K>::Rows, typename Decoded<V>::Rows, T>(          \
         q, block, c.dim, c.scale, c.cap, logs, limit, out, best, sum, logits, c.ahead)
@@ -340,17 +341,18 @@ static void merge(const Call &c, int head) {
             const float m = part[s * size + (long)rows * c.dim + r];
             top = m > top ? m : top;
         }
-        float *out = c.out + ((long)head * rows + r) * c.dim;
-        memset(out, 0, sizeof(float) * c.dim);
+        float *out = c.out ? c.out + ((long)head * rows + r) * c.dim : nullptr;
+        if (out) memset(out, 0, sizeof(float) * c.dim);
         const float base = top == -INFINITY ? 0 : top;
         for (int s = 0; s < splits; s++) {
             const float *one = part + s * size, *best = one + (long)rows * c.dim;
             const float weight = expf(best[r] - base);
             sum += best[rows + r] * weight;
-            for (int d = 0; d < c.dim; d += W)
+            for (int d = 0; out && d < c.dim; d += W)
                 store(out + d, load(out + d) + load(one + (long)r * c.dim + d) * weight);
         }
         c.lse[(long)head * rows + r] = top + logf(sum);
+        if (!out) continue;
         for (int d = 0; d < c.dim; d++) out[d] = sum > 0 || sum != sum ? out[d] / sum : 0;
         if (Decoded<V>::turned) turn_back(out, c.dim);
     }

@@ -19,6 +19,8 @@ from engine.methods.omnikv.runtime import OmniKVRuntime
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import TAIL_BLOCK, LayerPlan, single_layer_groups
 from engine.plan.needs import Needs
+from kernels.attention.native import attends, score_natively
+from kernels.launch.dispatch import choose
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,26 @@ class PerLayerRuntime(OmniKVRuntime):
         if step.bank.on_host(layer):
             brought = cast(Bank, _Brought(*step.bank.kv(layer, step.bucket)))
             step = replace(step, bank=brought)
-        self.attend_and_select(layer, q, step)
+            self.attend_and_select(layer, q, step)
+        elif not self._select_alone(layer, q, step):
+            self.attend_and_select(layer, q, step)
         return super().attend_sparse(layer, q, step)
+
+    def _select_alone(self, layer: int, q: torch.Tensor, step: Step) -> bool:
+        """Choose by K alone where a C++ kernel can: what the layer would attend to is not used."""
+        if self.window or q.shape[1] > 1 or step.bank.on_host(layer):
+            return False
+        k, v = step.bank.kv(layer, step.bucket)
+        if choose(self.setup.backend, q, lambda: attends(k, v, q.shape[3])) != "native":
+            return False
+        scores, kind = self.scores[:, : step.bucket], self.method.kind
+        scratch = self.setup.scratch
+        given = k, step.visible, self.scale, scores, kind, scratch.logits, scratch.part
+        score_natively(q, *given, self.softmax[layer])
+        if self.method.sink:
+            scores[:, : self.method.sink] = float("inf")
+        self.choose(self._group(layer), scores, step)
+        return True
 
 
 class _Brought:
