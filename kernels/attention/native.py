@@ -45,6 +45,7 @@ class _Call(ctypes.Structure):
             )  # fmt: skip
         ),
         *((name, ctypes.c_float) for name in ("scale", "cap")),
+        ("unit", ctypes.c_int),
     ]
 
 
@@ -87,6 +88,7 @@ def attend(
     parts: torch.Tensor | None = None,
     narrow: bool = False,
     stop: int | None = None,
+    unit: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with Q <= 8 new queries to `kept` rows of an index and then to the rows from `start`.
 
@@ -96,10 +98,11 @@ def attend(
     than the last. scale: of the logits, 1/sqrt(D). logits:
     float32 of at least H * visited elements, or None: takes the scaled and capped logits of the
     last query, [H, visited]. parts: float32 of at least `part_floats` elements, or None, which
-    allocates. stop: rows that there are, all by default. Returns (out [Q, H, D], lse [Q, H]),
-    float32, both with the sinks; a query that sees nothing gets 0 and -inf. narrow: out is rounded
-    to q's dtype. Mutates logits and parts. Raises ValueError for a dtype that this build lacks, and
-    MemoryError where the kernel finds no room for its queries.
+    allocates. stop: rows that there are, all by default. unit: rows in turn that an entry of the
+    index stands for, from that many times it on; `kept` counts rows. narrow: out is rounded to q's
+    dtype. Returns (out [Q, H, D], lse [Q, H]), float32, both with the sinks; a query that sees
+    nothing gets 0 and -inf. Mutates logits and parts. Raises ValueError for a dtype that this build
+    lacks, and MemoryError where the kernel finds no room for its queries.
     """
     library = loaded()
     queries, heads, dim = q.shape
@@ -127,7 +130,7 @@ def attend(
         out.data_ptr(), lse.data_ptr(), parts.data_ptr(),
         None if logits is None else logits.data_ptr(), visited, None, None, None,
         units, queries, group, dim, kept, start, visited, SPLIT, torch.get_num_threads(),
-        units // kv_heads, scale, softmax.cap,
+        units // kv_heads, scale, softmax.cap, unit,
     )  # fmt: skip
     if alike:
         pointers = ctypes.c_void_p(q.data_ptr()), ctypes.c_void_p(out.data_ptr())
@@ -222,14 +225,17 @@ def attend_chosen(
     scale: float,
     softmax: Softmax = PLAIN,
     parts: torch.Tensor | None = None,
+    unit: int = 1,
 ) -> torch.Tensor:
     """`decode_sparse` (kernels/attention/sparse.py), arguments as there: chosen rows are read where
-    they lie. parts: as in `attend`. Returns out [B, Q, H, D] in q.dtype. Raises what `attend` does.
+    they lie. parts, unit: as in `attend`; counts are of entries. Returns out [B, Q, H, D] in
+    q.dtype. Raises what `attend` does.
     """
     found, sizes = [], zip(counts.tolist(), tail_start.tolist(), lengths.tolist())
     for b, (kept, start, n) in enumerate(sizes):
-        some = q[b], k[b], v[b], scale, index[b] if kept else None, kept, start
-        found.append(attend(*some, softmax=softmax, parts=parts, narrow=True, stop=n)[0])
+        some = q[b], k[b], v[b], scale, index[b] if kept else None, kept * unit, start
+        out, _ = attend(*some, None, softmax, parts, narrow=True, stop=n, unit=unit)
+        found.append(out)
     return found[0][None] if len(found) == 1 else torch.stack(found)
 
 
@@ -363,6 +369,17 @@ def _attention() -> Iterator[Case]:
         some = wide_k[:, chosen], wide_v[:, chosen]
         expected, _ = attend_alone(wide_q, *some, visible, 0.125)
         yield f"attention to chosen rows in {dtype}", found, expected, dtype
+        pages = torch.tensor([[0, 2, 3], [1, 4, 8]], dtype=torch.int32)
+        found, _ = attend(q[1:], k, v, 0.125, pages, 48, 299, unit=16)
+        for head, page in enumerate(pages.long()):
+            rows = (page.unsqueeze(1) * 16 + torch.arange(16)).flatten()
+            rows = torch.cat([rows, torch.tensor([299])])
+            some, mine = (
+                (wide_k[head, None, rows], wide_v[head, None, rows]),
+                slice(3 * head, 3 * head + 3),
+            )
+            expected, _ = attend_alone(wide_q[1:, mine], *some, [49], 0.125)
+            yield f"attention to pages in {dtype}", found[:, mine], expected, dtype
         each = torch.stack([index[i : i + 9] for i in range(6)])
         found, _ = attend(q[1:], k, v, 0.125, each, 9, 300)
         for head, rows in enumerate(each.long()):

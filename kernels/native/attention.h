@@ -109,7 +109,9 @@ struct Run {  // rows of one sequence and one K/V head: `kept` of an index, then
     const char *k, *v;
     long key_stride, value_stride;  // bytes
     const int32_t *index;
-    int kept, start;
+    int kept, start, unit;  // unit: rows in turn that an entry of the index stands for
+
+    long listed(int i) const { return unit > 1 ? (long)index[i / unit] * unit + i % unit : index[i]; }
 };
 
 // Rows are read 16 at a time, the last ones past `count`.
@@ -125,8 +127,8 @@ struct Block {
         : first(from), count(stop - from < BLOCK ? stop - from : BLOCK) {
         int i = 0;
         for (; i < listed(count) && from + i < run.kept; i++) {
-            keys[i] = run.k + run.index[from + i] * run.key_stride;
-            values[i] = run.v + run.index[from + i] * run.value_stride;
+            const long row = run.listed(from + i);
+            keys[i] = run.k + row * run.key_stride, values[i] = run.v + row * run.value_stride;
         }
         const long row = (long)run.start + from + i - run.kept;
         const char *key = run.k + row * run.key_stride, *value = run.v + row * run.value_stride;
@@ -255,6 +257,7 @@ struct Call {
     int shared;  // heads in turn that read the same K and V, each by an index of its own; mostly 1
     float scale;  // of logits
     float cap;  // logits become cap * tanh(logits / cap); 0: they stay
+    int unit;   // rows in turn that an entry of the index stands for; 0: one
 };
 
 // Rows that a head's last query sees.
@@ -273,7 +276,7 @@ static void attend_split(const Call &c, int head, int s) {
     const int lies = head / c.shared;
     const Run run = {c.k + lies * c.key_head, c.v + lies * c.value_head, c.key_row, c.value_row,
                      c.index ? c.index + head * c.index_head : nullptr, c.kept,
-                     c.starts ? (int)c.starts[head] : c.start};
+                     c.starts ? (int)c.starts[head] : c.start, c.unit};
     const int last = (c.queries - 1) * c.group;
     Decoded<K> keys;
     Decoded<V> values;

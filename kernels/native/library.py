@@ -36,6 +36,7 @@ FOLDER = Path(__file__).parent
 PREBUILT = FOLDER / "prebuilt"  # ISA.so: of a wheel; a clone has none
 SOURCES = (
     "attention.cpp",
+    "bounds.cpp",
     "conv.cpp",
     "drop.cpp",
     "few_bits.cpp",

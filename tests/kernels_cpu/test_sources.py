@@ -23,6 +23,7 @@ import kernels.recurrent.delta
 import kernels.recurrent.gates
 import kernels.recurrent.ssd
 import kernels.select.drop
+import kernels.select.page_bounds
 import kernels.select.topk  # noqa: F401  every binding is known
 from kernels.native import library
 from kernels.native.kinds import Kind

@@ -19,7 +19,7 @@ from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan, Role
 from engine.plan.needs import Needs
 from kernels.attention.native import attend as attend_natively
-from kernels.attention.native import attends
+from kernels.attention.native import attend_chosen, attends
 from kernels.attention.reference import attend
 from kernels.attention.sparse import decode_sparse
 from kernels.launch.dispatch import choose
@@ -163,6 +163,13 @@ class Selecting(Runtime):
         self, layer: int, q: torch.Tensor, step: Step, chosen: Selection
     ) -> torch.Tensor:
         """Attention to the chosen tokens and the tail. q [B, Q, H, D] -> the same."""
+        if chosen.unit > 1 and not step.bank.on_host(layer):
+            k, v = step.bank.kv(layer, step.bucket)
+            if choose(self.setup.backend, q, lambda: attends(k, v, q.shape[3])) == "native":
+                assert chosen.index is not None and chosen.counts is not None
+                places = chosen.index, chosen.counts, chosen.tail_start, step.visible
+                given = self.scale, self.softmax[layer], self.setup.scratch.part, chosen.unit
+                return attend_chosen(q, k, v, *places, *given)
         rows = step.bank.picked(layer, *chosen.rows(), chosen.tail_start, step)
         if rows.index.shape[1] not in (1, rows.k.shape[1]):
             return self._attend_by_query_head(layer, q, *rows[:4])

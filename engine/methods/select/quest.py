@@ -11,7 +11,6 @@ brings over the pages that its heads choose.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,15 +24,11 @@ from engine.plan.layers import LayerPlan, single_layer_groups
 from engine.plan.needs import Needs
 from kernels.launch.on_device import on_device
 from kernels.rows.forms import unpack_keys
+from kernels.select.page_bounds import REDUCTIONS, choose_pages, chooses, page_bounds
 from kernels.select.topk import select_topk
 
 LEAST_PAGES = 3
 AT_ONCE = 1024  # pages learnt or bounded at a time: extremes in float32 are 1 MB per K/V head
-REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "max": torch.amax,
-    "mean": torch.mean,
-    "sum": torch.sum,
-}
 
 
 @dataclass(frozen=True)
@@ -163,13 +158,19 @@ class QuestRuntime(Selecting):
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
         group, size, lengths = self.plan.group_of[layer], self.method.page, step.visible.tolist()
         assert group is not None
-        self.learn(group, layer, step.bank, lengths)
         older, tail = [(n - 1) // size for n in lengths], self.tail_start(step)
         read, pages = self.k // size - 1, self.pages[group]
+        heads = len(pages) // len(lengths)
+        if self._in_one_call(layer, q, step):
+            counts = self.choose(group, layer, q[:, -1], step, lengths)
+            if max(older) <= read:
+                return Selection(None, None, tail)
+            index = pages[:, :read].view(len(lengths), heads, read)
+            return Selection(index, counts[::heads], tail, unit=size)
+        self.learn(group, layer, step.bank, lengths)
         if max(older) <= read:
             return Selection(None, None, tail)
         self.bound(group, q[:, -1], older)
-        heads = len(pages) // len(lengths)
         stop = on_device(older, torch.int32, q.device).repeat_interleave(heads)
         counts = torch.empty_like(stop)
         select_topk(
@@ -183,6 +184,28 @@ class QuestRuntime(Selecting):
         )
         index = pages[:, :read].view(len(lengths), heads, read)
         return Selection(index, counts[::heads], tail, unit=size)
+
+    def _in_one_call(self, layer: int, q: torch.Tensor, step: Step) -> bool:
+        """Whether a C++ kernel does what `learn`, `bound` and the choice do, where the rows lie."""
+        if step.bank.on_host(layer) or q.dtype != self.setup.dtype:
+            return False
+        return chooses(self.setup.backend, step.bank.kv(layer, step.bucket)[0], self.low.dtype)
+
+    def choose(
+        self, group: int, layer: int, q: torch.Tensor, step: Step, lengths: list[int]
+    ) -> torch.Tensor:
+        """The pages that queries q [B, H, D] choose, into self.pages: counts int32 [B * Hkv]."""
+        k, size, pages = step.bank.kv(layer, step.bucket)[0], self.method.page, self.pages[group]
+        counts = torch.empty(len(pages), dtype=torch.int32)
+        heads = len(pages) // len(lengths)
+        for b, n in enumerate(lengths):
+            own = slice(b * heads, (b + 1) * heads)
+            extremes = self.low[group, b], self.high[group, b]
+            places = self.bounds[own], pages[own], counts[own]
+            how, known = self.method.gqa_reduce, self._known[group][b]
+            choose_pages(q[b], k[b], *extremes, *places, known, n, size, self.k // size - 1, how)
+            self._known[group][b] = n
+        return counts
 
     def learn(self, group: int, layer: int, bank: Bank, lengths: list[int]) -> None:
         """Bring the extremes of a layer's first `lengths` tokens up to date."""
@@ -225,18 +248,3 @@ class QuestRuntime(Selecting):
         """Everything while the budget covers it, else whole pages and what the newest holds."""
         newest = n - (n - 1) // self.method.page * self.method.page
         return min(n, self.k - self.method.page + newest)
-
-
-def page_bounds(
-    q: torch.Tensor, low: torch.Tensor, high: torch.Tensor, reduce: str
-) -> torch.Tensor:
-    """Upper bounds [Hkv, P] of the unscaled logits of every page: the sum over channels of
-    max(q low, q high), reduced over a group's heads.
-
-    q [H, D]; low, high [Hkv, P, D]: elementwise extremes of the pages' K; computed in float32
-    (float64 for float64 q).
-    """
-    q = q.to(torch.promote_types(q.dtype, torch.float32)).view(low.shape[0], -1, q.shape[-1])
-    most = q.clamp(min=0) @ high.to(q.dtype).transpose(1, 2)
-    least = q.clamp(max=0) @ low.to(q.dtype).transpose(1, 2)
-    return REDUCTIONS[reduce](most + least, dim=1)

@@ -5,6 +5,9 @@ Stops: heads that share what they choose apart, a choice from the wrong layer or
 missed (generated tokens are some).
 """
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,9 +16,11 @@ from hypothesis import strategies as st
 from engine.base.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.omnikv.method import OmniKV
+from engine.methods.select import tidaldecode
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.plan.layers import Role
 from kernels.attention.dense import decode_dense
+from kernels.native.library import missing
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.kernels.support.kernel_checks import check_attention
 
@@ -38,7 +43,7 @@ def expected_rows(q, k, reduce, count):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(
     st.sampled_from(GROUPS),
-    st.tuples(LENGTHS, LENGTHS),
+    st.lists(LENGTHS, min_size=1, max_size=2),
     st.integers(1, 40),
     st.sampled_from(("none", "max", "mean", "all")),
     st.integers(0, 99),
@@ -54,7 +59,7 @@ def test_choices_and_attention_of_a_ragged_step(
         TidalDecode(tokens=count, correction_layer=4, gqa_reduce=reduce),
         shape,
         131,
-        2,
+        len(lengths),
         backend,
         dtype,
         seed,
@@ -79,7 +84,10 @@ def test_choices_and_attention_of_a_ragged_step(
                 k[b, head, unread] = v[b, head, unread] = float("nan")
     step = world.step(*lengths)
     everything = decode_dense(asked, *world.bank.kv(2), step.visible, 0.25, backend=backend)
-    assert torch.equal(world.runtime.attend(2, asked, step), everything)
+    # one sequence in C++: the logits that attention has left are ranked, and K is not read again
+    alone = backend == "auto" and len(lengths) == 1 and max(lengths) > count and not missing()
+    with mock.patch.object(tidaldecode, "key_floats", None) if alone else nullcontext():
+        assert torch.equal(world.runtime.attend(2, asked, step), everything)
     out = world.runtime.attend(3, q, step)
     for b, rows in enumerate(chosen):
         apart = (
