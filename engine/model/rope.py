@@ -148,6 +148,10 @@ class Rotary:
         """Return which of `ropes` a layer has."""
         return self._of_layer[layer]
 
+    def frequencies(self) -> torch.Tensor:
+        """Return the angles float64 [R / 2] by which `rotate_by` turns one position."""
+        return self._only().frequencies
+
     def turns_by(self, by: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the (cos, sin) float32 [..., R / 2] with which `rotate_by` turns `by` [...]."""
         return self._only().turns_by(by)
@@ -193,6 +197,11 @@ class _Turns:
             angle = positions.unsqueeze(-1).float() * freq
             cos, sin = angle.cos(), angle.sin()
         return (cos, sin) if self._scale == 1.0 else (cos * self._scale, sin * self._scale)
+
+    @property
+    def frequencies(self) -> torch.Tensor:
+        """As Rotary.frequencies; of dynamic NTK those below its original length."""
+        return self._freq.double()
 
     def turns_by(self, by: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As Rotary.turns_by."""

@@ -39,6 +39,7 @@ SOURCES = (
     "bounds.cpp",
     "conv.cpp",
     "drop.cpp",
+    "far.cpp",
     "few_bits.cpp",
     "gates.cpp",
     "kept.cpp",

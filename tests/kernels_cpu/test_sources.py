@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import kernels.kept.far
 import kernels.kept.step
 import kernels.layer.linear
 import kernels.layer.native_step

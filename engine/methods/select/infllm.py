@@ -30,6 +30,7 @@ from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary
 from engine.plan.layers import LayerPlan, single_layer_groups
 from engine.plan.needs import BlockCache, Needs
+from kernels.kept.far import attend_far, meets_far
 from kernels.prefill.dense import prefill_dense
 from kernels.rows.forms import as_bytes, key_floats
 
@@ -168,6 +169,7 @@ class InfLLMRuntime(Runtime):
     def __init__(self, method: InfLLM, setup: Setup):
         super().__init__(method, setup)
         self.memory, self.rotary = BlockMemory(method, setup), Rotary(setup.config, setup.device)
+        self.freq = self.rotary.frequencies()
         # layer -> (first position, last position + 1, blocks int64) of sequence 0's newest piece
         self.read: dict[int, tuple[int, int, torch.Tensor]] = {}
         # (layer, stop, output of the last query) of the chunk under way
@@ -269,11 +271,16 @@ class InfLLMRuntime(Runtime):
         blocks, first = memory.rank(layer, b, distant.mean(0), layout), max(0, start - local + 1)
         far = self._far_rows(start, stop, blocks)
         far_k, far_v = self._far(layer, b, bank, layout, blocks, near, stop)
-        turned = self.rotary.rotate_by(key_floats(far_k).transpose(0, 1), -far).transpose(0, 1)
         k, v = near.rows(first, stop)
-        out, received = attend_far_and_near(
-            q, distant, turned, far_v, k, v, far, first, positions, local, self.scale
-        )
+        if len(q) == 1 and meets_far(self.setup.backend, k):
+            given = far_k, far_v, far, self.freq, k, v, self.scale
+            out, received = attend_far(q[0], distant[0], *given)
+            out = out[None]
+        else:
+            turned = self.rotary.rotate_by(key_floats(far_k).transpose(0, 1), -far).transpose(0, 1)
+            out, received = attend_far_and_near(
+                q, distant, turned, far_v, k, v, far, first, positions, local, self.scale
+            )
         memory.collect(layer, b, first, start, stop, received)
         memory.form(layer, b, stop, plain_keys)
         if b == 0:
