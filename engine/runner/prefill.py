@@ -9,10 +9,10 @@ from functools import partial
 
 import torch
 
+from engine.bank.pool.heap import give_back
 from engine.bank.recurrent.savepoints import Savepoints
 from engine.bank.row_origins import Span
 from engine.base.device import synchronize
-from engine.base.heap import give_back
 from engine.forward.prefill import Outputs
 from engine.methods.requirements import validate_parts
 from engine.plan.prefill_time import Eta, PrefillFlops, Progress

@@ -95,14 +95,14 @@ def attend(
     q [Q, H, D] float32, bfloat16 or float16; k, v [Hkv, n, D] of any strides, last dim contiguous,
     floats or packed, as `reads` says; index int32 [1, Hkv or H, >= kept], ascending, or None with
     kept = 0; one of H heads gives each query head rows of its own. Query j sees Q-1-j rows fewer
-    than the last. scale: of the logits, 1/sqrt(D). logits:
-    float32 of at least H * visited elements, or None: takes the scaled and capped logits of the
-    last query, [H, visited]. parts: float32 of at least `part_floats` elements, or None, which
-    allocates. stop: rows that there are, all by default. unit: rows in turn that an entry of the
-    index stands for, from that many times it on; `kept` counts rows. narrow: out is rounded to q's
-    dtype. Returns (out [Q, H, D], lse [Q, H]), float32, both with the sinks; a query that sees
-    nothing gets 0 and -inf. Mutates logits and parts. Raises ValueError for a dtype that this build
-    lacks, and MemoryError where the kernel finds no room for its queries.
+    than the last. scale: of the logits, 1/sqrt(D). logits: float32 of at least H * visited
+    elements, or None: takes the scaled and capped logits of the last query, [H, visited]. parts:
+    float32 of at least `part_floats` elements, or None, which allocates. stop: rows that there are,
+    all by default. unit: rows in turn that an entry of the index stands for, from that many times
+    it on; `kept` counts rows. narrow: out is rounded to q's dtype. Returns (out [Q, H, D], lse [Q,
+    H]), float32, both with the sinks; a query that sees nothing gets 0 and -inf. Mutates logits and
+    parts. Raises ValueError for a dtype that this build lacks, and MemoryError where the kernel
+    finds no room for its queries.
     """
     library = loaded()
     queries, heads, dim = q.shape
@@ -286,7 +286,7 @@ def logits_natively(
     call = _Call(
         folded.data_ptr(), k.data_ptr(), k.data_ptr(),
         k.stride(0) * size, k.stride(1) * size, 0, 0, None, 0,
-        None, lse.data_ptr(), parts.data_ptr(), logits.data_ptr(), rows, None, None,
+        None, lse.data_ptr(), parts.data_ptr(), logits.data_ptr(), rows, None, None, None,
         units, 1, heads // units, dim, 0, 0, rows, SPLIT, torch.get_num_threads(), 1,
         scale, softmax.cap,
     )  # fmt: skip

@@ -16,8 +16,8 @@ from engine.base.checks import integer
 from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.evict.h2o import H2O
+from engine.methods.evict.segmented.segments import Segmented, SegmentedRuntime
 from engine.methods.evict.shared.accumulated_scores import AccumulatingRuntime
-from engine.methods.evict.shared.segments import Segmented, SegmentedRuntime
 from engine.methods.evict.shared.store import Part, Rows, best
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan

@@ -15,7 +15,7 @@ import torch
 from engine.base.checks import integer
 from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
-from engine.methods.evict.shared.segments import Segmented, SegmentedRuntime
+from engine.methods.evict.segmented.segments import Segmented, SegmentedRuntime
 from engine.methods.evict.shared.store import Part, best
 from engine.methods.evict.snapkv import SnapKV, SnapRuntime
 from engine.model.config.config import ModelConfig

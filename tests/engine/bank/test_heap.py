@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from engine.base import heap
+from engine.bank.pool import heap
 
 # in a process of its own, whose heap keeps large blocks as glibc's own growth has it do; every
 # second one stays, so that the heap has no free end to give of itself
 FREED = """
 import ctypes
-from engine.base import heap
+from engine.bank.pool import heap
 from tools.common.resident import resident
 size, count = 1 << 20, 100
 ctypes.CDLL(None).mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD

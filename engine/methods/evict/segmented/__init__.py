@@ -1,0 +1,1 @@
+"""Prompts that are cut while they are read."""
