@@ -354,7 +354,6 @@ ROWS = (
         (
             Longformer(tokens=20, dilation=3, positions=(9, 50, 51)),
             Longformer(share=0.1, dilation=2, first=4),
-            Longformer(tokens=40),
         ),
         retained_rows,
         evicts=True,

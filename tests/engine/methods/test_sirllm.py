@@ -29,7 +29,7 @@ KINDS = {
     "segments beyond a chunk": SirLLM(tokens=80, recent=6, segment=45, decay=0.9),
 }
 # lengths 1, a segment and one beside it, primes, several chunks, more than is held
-TURNS = ((1, 1), (90, 40), (7, 2), (3, 4), (29, 3))
+TURNS = ((1, 1), (90, 17), (7, 2), (3, 4), (29, 3))
 
 
 class Surprised(Conversation):
@@ -141,20 +141,20 @@ def assert_held(session, oracle):
 
 
 @pytest.mark.parametrize("heads", GROUPS)
-@pytest.mark.parametrize("recent", [0, 1, 9])
+@pytest.mark.parametrize("recent", [0, 9])
 def test_with_equal_surprises_it_is_streaming_llm_to_the_bit(monkeypatch, heads, recent):
     """Answers, over the turning point; a prompt token by token, within the rounding of chunks."""
     monkeypatch.setattr(sirllm, "surprise", lambda logits, ids: torch.ones(len(ids)))
     llm, _ = made(heads)
     method = SirLLM(tokens=24, recent=recent, segment=1)
     with llm.session(method) as one, llm.session(StreamingLLM(tokens=24)) as other:
-        for token in random_ids(80):
+        for token in random_ids(60):
             assert torch.equal(one.decode(token), other.decode(token))
-        assert one.runtime.rows_read(80) == other.runtime.rows_read(80) == [24] * LAYERS
+        assert one.runtime.rows_read(60) == other.runtime.rows_read(60) == [24] * LAYERS
 
         assert one.runtime.positions(1) == other.runtime.positions(1)
     with llm.session(method) as one, llm.session(StreamingLLM(tokens=24)) as other:
-        prompt = random_ids(60, seed=1)
+        prompt = random_ids(45, seed=1)
         torch.testing.assert_close(one.prefill(prompt), other.prefill(prompt), atol=2e-5, rtol=0)
         for token in random_ids(5, seed=2):
             torch.testing.assert_close(one.decode(token), other.decode(token), atol=2e-5, rtol=0)
@@ -323,7 +323,7 @@ def test_going_back_forks_and_files_have_the_newest_tokens_logits(tmp_path, forg
 
 
 def test_a_stream_is_the_simulation_in_constant_memory():
-    """Over six times what it holds and twice the positions that the model is made for."""
+    """Over six times what it holds and four times the positions that the model is made for."""
     method = SirLLM(tokens=40, segment=8, decay=0.8)
     config = tiny_config(layers=LAYERS, heads=4, kv_heads=2, max_positions=64)
     weights = tiny_weights(config, seed=6)
@@ -331,7 +331,7 @@ def test_a_stream_is_the_simulation_in_constant_memory():
     llm = tiny_llm(method, config, weights, **given)
     oracle, sizes = Surprised(Model(Shape(LAYERS, 4, 2, 16, 1e-5), weights), method), set()
     with llm.session() as session:
-        for turn in range(6):
+        for turn in range(5):
             prompt = random_ids(45, seed=turn)
             found = session.prefill(prompt).numpy()
             np.testing.assert_allclose(found, oracle.prompt(prompt), atol=1e-4)
@@ -340,8 +340,8 @@ def test_a_stream_is_the_simulation_in_constant_memory():
                 np.testing.assert_allclose(found, oracle.step(token), atol=1e-4)
                 assert_held(session, oracle)
             sizes.add((session.bank.nbytes, session.runtime.nbytes))
-        assert len(session) == 324 > 5 * 64 and len(sizes) == 1
-        assert "surprised the model least" in session.method.forgotten(324)
+        assert len(session) == 270 > 4 * 64 and len(sizes) == 1
+        assert "surprised the model least" in session.method.forgotten(270)
 
 
 @pytest.mark.parametrize(
