@@ -77,6 +77,7 @@ class Compensated(Ragged):
         dropped: Dropped,
         sinks: int,
         full: int,
+        turn: int | None = None,
     ):
         list.__init__(self)
         old, self.whole, self.sinks, self.full = list(parts), tuple(whole), sinks, full
@@ -95,7 +96,7 @@ class Compensated(Ragged):
             for new, kept in zip((*mine.kv(), mine.positions), (*rows.kv(), rows.positions)):
                 new[:, : rows.held] = kept[:, : rows.held]
             self.append(mine)
-        self._lay(first.k.device)
+        self._lay(first.k.device, turn)
 
     def _size(self, rows: Rows, every: bool) -> int:
         """Rows of a head's span."""
@@ -103,8 +104,8 @@ class Compensated(Ragged):
             return reserved(rows.base, rows.held)
         return 1 + reserved(rows.base, rows.held, self.full + 1)
 
-    def _lay(self, device: torch.device) -> None:
-        """Make the tables anew."""
+    def _lay(self, device: torch.device, turn: int | None) -> None:
+        """Make the tables anew. turn: which row of the ring is the oldest; None: look."""
         self.few = [i for i, every in enumerate(self.whole) if not every]
         held = self[self.few[0]].held if self.few else 0
         # those whose rows take turns stay as they are
@@ -129,7 +130,7 @@ class Compensated(Ragged):
         places = [list(column) for column in zip(*own)] if own else [[], [], []]
         self.places = torch.tensor(places, dtype=torch.int64, device=device)
         self.means, self.ring, self.newest = self.places.unbind()
-        self.turn = self._oldest() if self.turns else 0
+        self.turn = (self._oldest() if self.turns else 0) if turn is None else turn
         self.logs = torch.zeros(len(self.k), device=device) if self.few else None
         if self.dropped.count:
             self._write_means()
@@ -164,7 +165,8 @@ class Compensated(Ragged):
 
     def remade(self) -> Compensated:
         """A copy that shares nothing, with room for what comes."""
-        return Compensated(self, self.whole, self.dropped, self.sinks, self.full)
+        turn = self.turn if self.turns else None
+        return Compensated(self, self.whole, self.dropped, self.sinks, self.full, turn)
 
     def counted(self) -> Compensated:
         """Count the rows that were put; of a full head the oldest joins its mean, and the new one
@@ -179,9 +181,9 @@ class Compensated(Ragged):
             first = self.dropped.count == 0
             self._drop()
             if first:
-                self._lay(self.k.device)
+                self._lay(self.k.device, self.turn)
         elif self.few and self[self.few[0]].held == self.full:
-            self._lay(self.k.device)
+            self._lay(self.k.device, 0)  # in order so far
         return self if self.spare else self.remade()
 
     def _drop(self) -> None:
