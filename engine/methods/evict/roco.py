@@ -18,7 +18,7 @@ import torch
 from engine.base.checks import integer
 from engine.methods.base import Runtime, Setup
 from engine.methods.evict.shared.accumulated_scores import Accumulating, AccumulatingRuntime
-from engine.methods.evict.shared.store import Part, Rows, Sequence, best
+from engine.methods.evict.shared.store import Part, Rows, Sequence
 from engine.model.config.config import ModelConfig
 from kernels.select.column_sums import weight_tiles
 from kernels.select.drop import reduce_group
@@ -89,9 +89,17 @@ class RoCoRuntime(AccumulatingRuntime):
         deviation.masked_fill_(newest, float("inf"))
         # of budget + 1 tokens the code lets budget - share * budget be chosen from
         count = min(budget, math.floor(self.method.recent_share * budget) + 1)
-        kept = best(deviation, part.positions, min(count, deviation.shape[1]))
+        kept = _largest(deviation, part.positions, min(count, deviation.shape[1]))
         return mean.masked_fill(newest, float("inf")).scatter(1, kept, float("inf"))
 
     def drop(self, rows: Rows, budget: int, sequence: Sequence) -> None:
         ranks = self.ranked(rows.part(), sequence.length, budget)
         rows.drop_least(self.setup.backend, ranks=ranks)
+
+
+def _largest(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices int64 [h, count] of the largest of scores [h, T] >= 0, in no order; of equal ones the
+    newer token's. Bits of floats that are not negative have the order of the floats.
+    """
+    keys = (scores.abs().view(torch.int32).long() << 32) | positions.long()
+    return keys.topk(count, 1, sorted=False).indices

@@ -21,8 +21,8 @@ from engine.methods.evict.a2sf import A2SF
 from engine.methods.evict.expected_attention import ExpectedAttention
 from engine.methods.evict.random_eviction import RandomEviction, RandomEvictionAll, draws
 from engine.methods.evict.rkv import RKV, redundancy
-from engine.methods.evict.roco import RoCo
-from engine.methods.evict.shared.store import Part
+from engine.methods.evict.roco import RoCo, _largest
+from engine.methods.evict.shared.store import Part, best
 from engine.methods.evict.snapkv import SnapKV
 from engine.methods.evict.vase import VaSE
 from engine.methods.evict.zigzagkv import ZigZagKV, dealt
@@ -131,6 +131,18 @@ REDUCTIONS = {
         SHAPES[1:2],
     ),
 }
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 33, 257, 600])
+def test_the_largest_by_their_bits_are_the_largest_and_the_newest_of_equal_ones(tokens):
+    generator = torch.Generator().manual_seed(tokens)
+    scores = torch.randint(0, 6, (3, tokens), generator=generator) / 3
+    scores[torch.rand(3, tokens, generator=generator) < 0.1] = float("inf")
+    scores[1][scores[1] == 0] = -0.0  # what a root of nothing may be
+    order = torch.stack([torch.randperm(tokens, generator=generator) for _ in range(3)]).int()
+    for count in {1, tokens // 2 + 1, tokens}:
+        found = _largest(scores, order, count).sort(1).values
+        assert torch.equal(found, best(scores, order, count).sort(1).values)
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
