@@ -10,6 +10,7 @@ import torch
 
 import kernels.attention.ragged
 from engine.methods.evict.ada_snapkv import AdaSnapKV
+from engine.methods.evict.razor import Razor
 from kernels.attention.ragged import decode_ragged, ragged_split
 from kernels.attention.scratch import ScratchShape, make_scratch
 from kernels.launch.shapes import DENSE_SPLIT
@@ -86,11 +87,22 @@ def test_splits_fit_the_card_and_the_scratch():
         decode_ragged(torch.ones(1, 1, 4, 16), k, v, starts, lengths, 600, 0.2, small, "triton")
 
 
-def test_a_session_steps_as_the_reference_does():
+HEADS = ((0.9, 0.1), (0.2, 0.8))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        AdaSnapKV(tokens=20, window=8, alpha=1.0),
+        # rows that count several times: one head of a layer drops
+        Razor(heads=(HEADS, HEADS), induction=0.5, echo=0.0, recent=9, compression=99),
+    ],
+    ids=lambda method: method.name,
+)
+def test_a_session_steps_as_the_reference_does(method):
     """Its scratch and its tables are the session's own; rows are put by torch."""
     config, seen = tiny_config(layers=2, heads=4, kv_heads=2, hidden=32, head_dim=16), []
     weights, ids = tiny_weights(config, seed=2), random_ids(70)
-    method = AdaSnapKV(tokens=20, window=8, alpha=1.0)
     for backend in ("triton", "reference"):
         settings = dict(max_context=128, chunk=64, backend=backend)
         with tiny_llm(method, config, weights, **settings).session() as session:
@@ -98,5 +110,5 @@ def test_a_session_steps_as_the_reference_does():
             parts = [list(part) for part in session.runtime.sequences[0].layers]
             assert all(len({rows.held for rows in part}) == 2 for part in parts)
             seen.append(torch.stack(logits + [session.decode(token) for token in ids[60:64]]))
-            assert max(session.runtime.rows_read(len(session))) < 30
+            assert max(session.runtime.rows_read(len(session))) < 45
     assert (seen[0] - seen[1]).abs().max() < 1e-4 * seen[1].abs().max()
