@@ -18,6 +18,7 @@ from engine.base.figures import brief
 from engine.methods.controls.brutal_offload import BrutalOffload
 from engine.methods.registry import methods
 from engine.plan.layers import Role
+from engine.plan.placement import part_bytes
 from engine.runner.step_runner import StepRunner
 from tools.bench import cli as bench
 from tools.bench import gather as bench_gather
@@ -555,7 +556,10 @@ def test_split_counts_what_comes_back_from_the_host(method, block, monkeypatch):
     row = split_step(contestant, steps=1)
     assert row["gather"] > 0 and row["dense attention"] > 0 and row["other"] > 0
     assert sum(row[stage] for stage in STAGES) == pytest.approx(row["step"])
-    assert (contestant.session.stats.bytes_streamed > streamed) == (type(method) is not OmniKV)
+    # under OmniKV the rings' tails only, which is less than a layer
+    layer = 2000 * part_bytes(contestant.session.loaded.config, 4)
+    came = contestant.session.stats.bytes_streamed - streamed
+    assert (came >= layer) == (type(method) is not OmniKV)
 
 
 # ---------------------------------------------------------------- words
