@@ -70,6 +70,7 @@ def switch(
             session.go_on(runner, points)
             if again:
                 session.rewind(0)
+                session.learn(None)  # they were the method's before; reading leaves new ones
                 again_as = PendingReplay(ids, [Savepoint(0, len(ids) + 1)]) if ids else None
                 session.history.postpone(again_as)
             session.keep_queries()

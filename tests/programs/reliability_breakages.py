@@ -59,7 +59,7 @@ STATE = (
     ),
     Breakage(
         "M4 a check leaves its rows",
-        "engine/bank/device.py",
+        "engine/base/interrupts.py",
         r"complete\(restore\)",
         "pass",
         (f"{WHOLE}::test_a_check_after_a_switch_changes_nothing",),

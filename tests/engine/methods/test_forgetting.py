@@ -184,6 +184,27 @@ def test_a_store_is_made_of_another_methods_bank_which_then_goes(method):
         assert session.bank.nbytes < kept.bank.nbytes // 100
 
 
+def test_a_switch_that_is_interrupted_before_it_reads_has_no_logits_of_the_method_before(
+    monkeypatch,
+):
+    llm, ids = llm_of(), random_ids(300, seed=5)
+    with llm.session(forgetting(Window(tokens=40))) as session, llm.session(Full()) as fresh:
+        session.prefill(ids)
+        postpone = session.history.postpone
+
+        def stop(pending):
+            postpone(pending)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(session.history, "postpone", stop)
+            with pytest.raises(KeyboardInterrupt):
+                session.set_method(Full())
+        assert session.method == Full() and session.ids == ids and session.last_logits is None
+        session.refresh_logits()
+        assert torch.equal(session.last_logits, fresh.prefill(ids))
+
+
 def test_a_switch_that_is_interrupted_reads_on_in_the_next_call():
     llm, ids = llm_of(), random_ids(300, seed=5)
     with llm.session(forgetting(Window(tokens=40))) as session, llm.session(Full()) as fresh:
