@@ -97,12 +97,11 @@ def attend(
     kept = 0; one of H heads gives each query head rows of its own. Query j sees Q-1-j rows fewer
     than the last. scale: of the logits, 1/sqrt(D). logits: float32 of at least H * visited
     elements, or None: takes the scaled and capped logits of the last query, [H, visited]. parts:
-    float32 of at least `part_floats` elements, or None, which allocates. stop: rows that there are,
-    all by default. unit: rows in turn that an entry of the index stands for, from that many times
-    it on; `kept` counts rows. narrow: out is rounded to q's dtype. Returns (out [Q, H, D], lse [Q,
-    H]), float32, both with the sinks; a query that sees nothing gets 0 and -inf. Mutates logits and
-    parts. Raises ValueError for a dtype that this build lacks, and MemoryError where the kernel
-    finds no room for its queries.
+    float32 of at least `part_floats` elements, or None, which allocates. stop: rows that there are.
+    unit: rows in turn that an entry of the index stands for, from that many times it on; `kept`
+    counts rows. narrow: out is rounded to q's dtype. Returns (out [Q, H, D], lse [Q, H]), float32,
+    both with the sinks; a query that sees nothing gets 0 and -inf. Mutates logits and parts. Raises
+    ValueError for a dtype that this build lacks, MemoryError where its queries find no room.
     """
     library = loaded()
     queries, heads, dim = q.shape
