@@ -33,7 +33,7 @@ BUGS = (
     ),
     Breakage(
         "check leaves the rows of its last step",
-        "engine/bank/device.py",
+        "engine/base/interrupts.py",
         r"complete\(restore\)",
         "pass",
         (),
