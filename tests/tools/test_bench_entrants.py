@@ -14,6 +14,7 @@ import torch
 from engine.base.errors import SettingError
 from engine.methods.evict.shared.accumulated_scores import AccumulatingRuntime
 from engine.methods.evict.shared.runtime import EvictingRuntime
+from engine.methods.evict.shared.settings import Evicting
 from engine.methods.registry import methods
 from engine.methods.select.base import Selecting
 from engine.methods.select.quest import QuestRuntime
@@ -72,7 +73,9 @@ def contestant(name, dtype="float32", tokens=64, n=700):
         bench.options(bench.parser().parse_args([*QUICK, "--shape", "tiny", "--dtype", dtype]))
     )
     llm = suite._build()
-    method = methods()[name](tokens=tokens)
+    kind = methods()[name]
+    bank = {"forget": False} if issubclass(kind, Evicting) else {}  # prompts are synthetic banks
+    method = kind(tokens=tokens, **bank)
     twin = bench_suite.LLM.sharing(llm, method=method, max_context=n + 200, offload="device")
     return Engine(name, twin, n)
 
@@ -90,14 +93,15 @@ def wrong_where_timed(monkeypatch, owner, name, change):
 
 def test_a_wrong_choice_is_seen(monkeypatch):
     """Forcing the timed path's choice on the reference must not hide that it is wrong."""
-    bound = QuestRuntime.bound
+    choose = QuestRuntime.choose
 
-    def wrong(self, *arguments):
-        bound(self, *arguments)
-        if self.setup.backend != "reference":
-            self.bounds.neg_()
+    def wrong(self, group, *arguments):
+        counts = choose(self, group, *arguments)
+        pages = self.pages[group]
+        pages.copy_(torch.arange(pages.shape[1]).expand_as(pages))
+        return counts
 
-    monkeypatch.setattr(QuestRuntime, "bound", wrong)
+    monkeypatch.setattr(QuestRuntime, "choose", wrong)
     found = contestant("quest", tokens=128)
     with pytest.raises(Mismatch, match="selection at 700 tokens"):
         verify(found)
@@ -112,7 +116,8 @@ def test_a_wrong_eviction_is_seen(monkeypatch):
 
 @pytest.mark.parametrize("name", ["quest", "tidaldecode", "h2o"])
 def test_wrong_attention_over_the_same_choice_is_seen(name, monkeypatch):
-    steps = ((kind, "attend_step") for kind in (EvictingRuntime, AccumulatingRuntime))
+    kinds, hooks = (EvictingRuntime, AccumulatingRuntime), ("attend_step", "attend_in_one_call")
+    steps = ((kind, hook) for kind in kinds for hook in hooks)
     for owner, hook in ((Selecting, "attend_selection"), *steps):
         wrong_where_timed(monkeypatch, owner, hook, lambda out: out.roll(1, -1))
     with pytest.raises(Mismatch, match="the timed path"):

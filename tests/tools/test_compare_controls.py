@@ -238,10 +238,10 @@ def played(session, prompt=200, steps=5):
 
 
 METHODS = (
-    H2O(tokens=30),
-    A2SF(share=0.2),
-    SnapKV(tokens=64),
-    StreamingLLM(tokens=40),
+    H2O(tokens=30, forget=False),
+    A2SF(share=0.2, forget=False),
+    SnapKV(tokens=64, forget=False),
+    StreamingLLM(tokens=40, forget=False),
     Quest(tokens=48),
     OmniKV(filter_layers=(1, 4), tokens=10, tail=64, dense_below=0),
     OmniKVPerLayer(filter_layers=(1,), tokens=10, tail=64, dense_below=0),
@@ -295,7 +295,9 @@ def test_a_kept_layer_reads_the_bank_and_no_store(small, method):
         assert session.decode(3).isnan().any()
 
 
-@pytest.mark.parametrize("method", [H2O(tokens=30), Quest(tokens=48)], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "method", [H2O(tokens=30, forget=False), Quest(tokens=48)], ids=lambda m: m.name
+)
 def test_kept_layers_count_whole(small, method):
     """In what is resident and in what a step reads."""
     held = {}

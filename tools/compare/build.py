@@ -131,7 +131,7 @@ def evicting_at_bytes(build: Build) -> Build:
             return method
         # SnapKV's queries, a window beside the sinks
         least = max(getattr(method, "window", 1), getattr(method, "sink", 0) + 1)
-        least = getattr(method, "least", least)
+        least = getattr(method, "smallest", least)
 
         def resident(tokens: int) -> float:
             smaller = replace(method, share=None, tokens=tokens)

@@ -192,7 +192,9 @@ REGISTRY: dict[str, Entry] = {
     ),
     "snapkv": evicting("SnapKV, chosen by the prompt's last 32 queries", SnapKV),
     "snapkv_plus": evicting_while_reading(
-        "SnapKV that evicts while it reads, in segments of 2,048", SnapKVPlus, head=whole_segments
+        "SnapKV that evicts while it reads, in segments of 500",
+        partial(SnapKVPlus, segment=500),
+        head=whole_segments,
     ),
     "pyramidkv": evicting("PyramidKV, SnapKV with budgets that fall with depth", PyramidKV),
     "ada_snapkv": evicting("Ada-SnapKV, SnapKV with a budget per head", AdaSnapKV),
@@ -270,7 +272,7 @@ REGISTRY: dict[str, Entry] = {
     "sirllm": evicting_while_reading(
         "SirLLM, 4 first tokens, the newest, and the most surprising, in prefill too",
         SirLLM,
-        sink=SirLLM(share=0.5).least - 1,
+        sink=SirLLM(share=0.5).smallest - 1,
         head=segments_of_budget,
     ),
     "pod_untrained": Entry(

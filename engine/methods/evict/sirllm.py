@@ -78,7 +78,7 @@ class SirLLM(Windowed):
             )
 
     @property
-    def least(self) -> int:
+    def smallest(self) -> int:
         """The fewest tokens that a budget may have."""
         return sum(self._wanted(1)) + 1
 

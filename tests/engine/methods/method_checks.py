@@ -76,6 +76,11 @@ class Still:
         return 0
 
     @staticmethod
+    def turns_by(by):
+        """cos 1 and sin 0 by any positions."""
+        return torch.ones(*by.shape, 8), torch.zeros(*by.shape, 8)
+
+    @staticmethod
     def rotate_by(x, by):
         """x as it is."""
         return x

@@ -31,6 +31,7 @@ from kernels.select.column_sums import column_sums
 from kernels.select.drop import worst
 from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_checks import SHAPES, llm_of
+from tests.engine.methods.method_table import with_bank
 
 TURNS = ((150, 9), (40, 5))
 H2O_OF_A2SF = dict(newest=None, gqa_reduce="max", cut="first_step")
@@ -130,7 +131,7 @@ def test_h2o_plus_never_holds_more_than_budget_and_segment(monkeypatch):
 
 def test_a2sf_that_forgets_everything_keeps_what_the_last_query_looks_at():
     """forgetting 0: the scores are one query's weights, summed over the group."""
-    with llm_of().session(A2SF(tokens=20, forgetting=0.0, newest=0)) as session:
+    with llm_of().session(A2SF(tokens=20, forgetting=0.0, newest=0, forget=False)) as session:
         ids = random_ids(120)
         session.prefill(ids)
         k = session.bank.kv(0)[0][0, :, :120]
@@ -432,7 +433,7 @@ def test_a_long_answer_taken_back_leaves_the_windows_queries():
 
 @pytest.mark.parametrize("method", SOME, ids=lambda m: m.name)
 def test_a_fork_goes_its_own_way(method):
-    with llm_of().session(method) as session:
+    with llm_of().session(with_bank(method)) as session:
         play(session)
         with session.fork() as twin:
             first = [session.decode(token) for token in (5, 6, 7)]
@@ -641,7 +642,7 @@ def test_any_lengths_turns_and_chunks(method, shape, chunk, turns):
     """Prompts shorter than a window, a budget, a segment; answers of no token: held are distinct
     tokens, within the plan's bytes.
     """
-    llm = llm_of(shape, chunk, "auto")
+    llm, method = llm_of(shape, chunk, "auto"), with_bank(method)
     most = llm.plan(method).bytes_of("retained rows")
     with llm.session(method) as session:
         for number, (prompt, answer) in enumerate(turns):
@@ -664,9 +665,10 @@ def test_an_evicting_method_through_the_public_calls():
     goes on.
     """
     config = tiny_config(layers=3)
-    llm = tiny_llm(H2O(share=0.3), config, tiny_weights(config), max_context=256)
+    method = H2O(share=0.3, forget=False)
+    llm = tiny_llm(method, config, tiny_weights(config), max_context=256)
     plan = llm.plan()
-    assert plan.bytes_of("retained rows") == H2O(share=0.3).store_bytes(plan.layers, config, 4, 256)
+    assert plan.bytes_of("retained rows") == method.store_bytes(plan.layers, config, 4, 256)
     assert (
         "each reads what it has retained" in str(plan)
         and plan.mem == 76 / 256

@@ -236,7 +236,7 @@ def test_questions_change_nothing_of_the_context(forget):
 def test_a_pass_leaves_no_row():
     """The bank's rows behind the prompt are as they were; with `forget` it holds a step's alone."""
     llm, ids = llm_of(), random_ids(90)
-    with llm.session(METHOD) as session:
+    with llm.session(replace(METHOD, forget=False)) as session:
         for layer in range(7):
             for side in session.bank.kv(layer):
                 side[:, :, 90:] = 7.0
@@ -321,7 +321,7 @@ def test_plan_and_allocation_agree_to_the_byte(monkeypatch):
     monkeypatch.setattr(passes, "ChunkBank", Seen)
     llm = llm_of()
     for chunk in (50, 512):
-        method = KVzip(share=0.3, chunk=chunk)
+        method = KVzip(share=0.3, chunk=chunk, forget=False)
         allocated.clear()
         plan = llm.plan(method)
         with llm.session(method) as session:

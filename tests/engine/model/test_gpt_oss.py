@@ -25,7 +25,7 @@ from weights.mxfp4 import dequantise
 pytest.importorskip("transformers")
 MODEL = "model.safetensors"
 FULL = Full()
-KNOW = {"full", "quest", "tidaldecode", "brutal_offload"}  # and OmniKV's kin
+KNOW = {"full", "quest", "tidaldecode", "brutal_offload", "window_recompute"}  # and OmniKV's kin
 KNOW |= {f"omnikv{kin}" for kin in ("", "_one", "_newest", "_random", "_per_layer", "_unpacked")}
 KNOW |= {name for name, kind in methods().items() if issubclass(kind, Evicting)}
 KNOW -= {"expected_attention"}

@@ -38,7 +38,7 @@ METHODS = {
     ),
     "host tier": (SPARSE, "host"),
     "below": (OmniKV(filter_layers=(1,), tokens=24, tail=64, dense_below=160), "device"),
-    "evicting": (SnapKV(tokens=64), "device"),
+    "evicting": (SnapKV(tokens=64, forget=False), "device"),
 }
 CONFIG = session_config(layers=4)
 PROMPT = random_ids(150, seed=3)
@@ -76,6 +76,9 @@ class Words:
 
     def flush(self):
         return ""
+
+    def marks(self):
+        return frozenset(), frozenset()
 
 
 @pytest.fixture
