@@ -68,15 +68,10 @@ def method_of(name: str, shape: str, **settings: Any) -> Method:
     """A method, with gates or scores for a model of this shape where it needs some: every second
     head's.
     """
-    if name == "duo":
-        config = shape_config(shape)
-        row = tuple(float(head % 2) for head in range(config.num_kv_heads))
-        settings["gates"] = (row,) * config.num_layers
-    if name == "razor":
-        config = shape_config(shape)
-        row = tuple(float(head % 2) for head in range(config.num_kv_heads))
-        settings |= {"heads": ((row,) * config.num_layers,) * 2, "induction": 0.5}
-    return make(name, settings)
+    config = shape_config(shape)
+    table = (tuple(float(i % 2) for i in range(config.num_kv_heads)),) * config.num_layers
+    by_head = {"duo": {"gates": table}, "razor": {"heads": (table, table), "induction": 0.5}}
+    return make(name, settings | by_head.get(name, {}))
 
 
 def opened(args: argparse.Namespace, shape: str, tokens: int) -> LLM:

@@ -28,7 +28,6 @@ from engine.methods.evict.shared.runtime import EvictingRuntime, everything
 from engine.methods.evict.shared.store import ROOM, Part, Rows, Sequence, best
 from engine.methods.evict.shared.windows import spread
 from engine.model.config.config import ModelConfig
-from engine.model.rope import Rotary
 from engine.plan.layers import LayerPlan
 from kernels.attention.native import attend, attends
 from kernels.launch.dispatch import choose
@@ -140,18 +139,6 @@ class Longformer(Windowed):
     def clip_from(self, sinks: int, window: int) -> int:
         """Of plain window attention."""
         return window
-
-    def sink_logits(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        at: torch.Tensor,
-        sinks: int,
-        window: int,
-        rotary: Rotary,
-    ) -> torch.Tensor:
-        """Empty: plain window attention has none."""
-        return q.new_zeros(k.shape[0], q.shape[2], len(at), 0)
 
     def runtime(self, setup: Setup) -> Runtime:
         return LongformerRuntime(self, setup)

@@ -25,7 +25,7 @@ from engine.bank.base import Bank, Step
 from engine.base.checks import fraction, integer
 from engine.base.errors import SettingError
 from engine.methods.base import Logits, Runtime, Setup
-from engine.methods.evict.shared.by_position import Windowed, WindowedRuntime
+from engine.methods.evict.shared.by_position import Windowed, WindowedRuntime, slot_logits
 from engine.methods.evict.shared.runtime import EvictingRuntime
 from engine.methods.evict.shared.store import Part, Rows, Sequence, best
 from engine.methods.evict.shared.windows import spread
@@ -167,8 +167,7 @@ class SirLLM(Windowed):
         rotary: Rotary,
     ) -> torch.Tensor:
         """The query as if it stood in the last slot."""
-        turned = rotary.rotate_by(q.flatten(1, 2), sinks + window - 1 - at).view(q.shape)
-        return torch.einsum("chgd,hsd->hgcs", turned, k)
+        return slot_logits(q, k, at, sinks + window, rotary)
 
     def runtime(self, setup: Setup) -> Runtime:
         return SirLLMRuntime(self, setup)

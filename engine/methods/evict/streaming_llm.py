@@ -18,7 +18,12 @@ import torch
 
 from engine.base.checks import boolean
 from engine.methods.base import Runtime, Setup
-from engine.methods.evict.shared.by_position import Windowed, WindowedRuntime, validate_sink
+from engine.methods.evict.shared.by_position import (
+    Windowed,
+    WindowedRuntime,
+    slot_logits,
+    validate_sink,
+)
 from engine.methods.evict.shared.runtime import EvictingRuntime
 from engine.methods.evict.shared.settings import Evicting
 from engine.methods.evict.shared.store import Rows, Sequence
@@ -84,8 +89,7 @@ class StreamingLLM(Windowed):
         rotary: Rotary,
     ) -> torch.Tensor:
         """The query as if it stood in the last slot."""
-        turned = rotary.rotate_by(q.flatten(1, 2), sinks + window - 1 - at).view(q.shape)
-        return torch.einsum("chgd,hsd->hgcs", turned, k)
+        return slot_logits(q, k, at, sinks + window, rotary)
 
     def sink_turns(self, at: int, sinks: int, window: int) -> torch.Tensor | None:
         return torch.tensor([sinks + window - 1 - at])

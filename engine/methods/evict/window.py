@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from engine.methods.evict.shared.by_position import Windowed
-from engine.model.rope import Rotary
 
 
 @dataclass(frozen=True)
@@ -29,18 +28,6 @@ class Window(Windowed):
 
     def clip_from(self, sinks: int, window: int) -> int:
         return window
-
-    def sink_logits(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        at: torch.Tensor,
-        sinks: int,
-        window: int,
-        rotary: Rotary,
-    ) -> torch.Tensor:
-        """Empty: there are no sinks."""
-        return q.new_zeros(k.shape[0], q.shape[2], len(at), 0)
 
     def sink_turns(self, at: int, sinks: int, window: int) -> torch.Tensor | None:
         """None, of no sinks."""

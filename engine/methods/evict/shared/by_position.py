@@ -69,9 +69,9 @@ class Windowed(Evicting):
         rotary: Rotary,
     ) -> torch.Tensor:
         """Unscaled logits float32 [h, G, C, s] of queries q [C, h, G, D] at positions `at` [C] on
-        the K [h, s, D] of the sinks.
+        the K [h, s, D] of the sinks; by default there are none.
         """
-        raise NotImplementedError
+        return q.new_zeros(k.shape[0], q.shape[2], len(at), 0)
 
     def sink_turns(self, at: int, sinks: int, window: int) -> torch.Tensor | None:
         """Positions int64 [1, or one of each sink] by which the query at `at` is turned where it
@@ -138,6 +138,16 @@ class Windowed(Evicting):
 
     def runtime(self, setup: Setup) -> Runtime:
         return WindowedRuntime(self, setup)
+
+
+def slot_logits(
+    q: torch.Tensor, k: torch.Tensor, at: torch.Tensor, slots: int, rotary: Rotary
+) -> torch.Tensor:
+    """Windowed.sink_logits of queries that meet K as if they stood in the last of `slots` slots,
+    which are positions from 0 on.
+    """
+    turned = rotary.rotate_by(q.flatten(1, 2), slots - 1 - at).view(q.shape)
+    return torch.einsum("chgd,hsd->hgcs", turned, k)
 
 
 class WindowedRuntime(EvictingRuntime):
