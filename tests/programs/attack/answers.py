@@ -66,12 +66,17 @@ class Answers:
         if read:
             self.require(read == ids[: len(read)], "other tokens than the prompt's")
             if len(read) < len(ids):
-                self.model.interrupted(read, len(ids), False)
+                self.model.interrupted(read, len(ids), self.left_open())
             else:
                 self.model.add("prefill", read)
         for token in self.session.ids[at + len(ids) :]:
             self.model.add("decode", [token])
         self.model.logits = False
+
+    def left_open(self) -> bool:
+        """Whether the prompt that was interrupted is to go on, as KVzip's is."""
+        history = self.session.history
+        return history.pending is None and history.prompt_is_open(len(self.session.committed))
 
     def consume(self, pieces, how: str, take: int) -> None:
         """Take pieces of an answer, and leave it in one of several ways."""

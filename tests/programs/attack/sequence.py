@@ -231,8 +231,7 @@ class Sequence(Answers):
         _, broken = self.attempt(work)
         read = session.ids[at:]
         self.require(session.ids[:at] == model.ids and read == ids[: len(read)], "other tokens")
-        opened = session.history.prompt_is_open(len(session.committed))
-        opened = opened and session.history.pending is None
+        opened = self.left_open()
         model.reserve(at + len(ids))
         if broken and read:
             whole = len(read) == len(ids) or len(read) % self.llm.chunk == 0
