@@ -49,6 +49,7 @@ _HOMES = {
     "MInference": "engine.methods.select.minference",
     "PodUntrained": "engine.methods.select.pod",
     "Quest": "engine.methods.select.quest",
+    "QuoKA": "engine.methods.prompts.quoka",
     "TidalDecode": "engine.methods.select.tidaldecode",
     "WindowRecompute": "engine.methods.window_recompute",
     "SamplingParams": "engine.sampling.params",

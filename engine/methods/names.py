@@ -28,6 +28,7 @@ NAMES = (
     "pod_untrained",
     "pyramidkv",
     "quest",
+    "quoka",
     "random_eviction",
     "random_eviction_all",
     "razor",

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.prefill.block_sparse import BLOCK, block_lists
+from tests.kernels.support.by_head_checks import check_by_head
 from tests.kernels.support.prefill_checks import (
     check_blocks,
     check_column_scores,
@@ -51,6 +52,19 @@ def test_column_scores(chunk, stop, shape):
 )
 def test_prefill_sparse(chunk, count, band, shape):
     check_prefill_sparse("cpu", "triton", chunk, count, band, **shape)
+
+
+@pytest.mark.parametrize(
+    "shape, dim, kept, band, softmax, dtype",
+    [
+        ((4, 2), 16, 37, 13, "", F32),
+        ((8, 1), 64, 16, 0, "cap", BF16),
+        ((4, 4), 48, 1, 1, "", BF16),
+        ((4, 2), 16, 16, 13, "sinks", F32),  # by torch's operators
+    ],
+)
+def test_prefill_by_head(shape, dim, kept, band, softmax, dtype):
+    check_by_head("triton", shape, dim, kept, band, softmax, dtype, seed=1)
 
 
 @pytest.mark.parametrize(

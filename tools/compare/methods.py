@@ -24,6 +24,7 @@ from engine import (
     MInference,
     PyramidKV,
     Quest,
+    QuoKA,
     RandomEviction,
     RandomEvictionAll,
     RoCo,
@@ -186,6 +187,13 @@ REGISTRY: dict[str, Entry] = {
     "minference": Entry(
         "MInference, sparse prefill, full attention in answers",
         lambda facts, share: MInference(share=share),
+        keeps_all,
+        reads="own",
+        sparse=False,
+    ),
+    "quoka": Entry(
+        "QuoKA, prompts by the keys that each chunk's least ordinary queries point at",
+        lambda facts, share: QuoKA(share=share),
         keeps_all,
         reads="own",
         sparse=False,

@@ -34,6 +34,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "brutal_offload": {"layers": 1, "ahead": 1},
     "infllm": {"local": EVERYTHING},
     "minference": {},
+    "quoka": dict(tokens=16, block=16),
     "pod_untrained": {},
     "h2o_plus": {"tokens": EVERYTHING, "segment": EVERYTHING},
     "snapkv_plus": {"tokens": EVERYTHING, "segment": EVERYTHING},

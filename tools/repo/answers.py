@@ -53,6 +53,7 @@ SETTINGS = {
     "quest": [dict(tokens=80, page=8, gqa_reduce="sum"), dict(share=0.2)],
     "tidaldecode": [dict(tokens=64), dict(share=0.1, gqa_reduce="max", correction_layer=5)],
     "minference": [{}],
+    "quoka": [dict(tokens=64, queries=4, block=32)],
     "duo": [dict(gates=((0.9, 0.1), (0.2, 0.8)) * 4, sinks=16, recent=64)],
     "fastgen": [dict(eps=0.3, special=(0, 1, 2), punctuation=(3, 4, 5), every=16)],
     "razor": [dict(heads=(((0.9, 0.1), (0.2, 0.8)) * 4,) * 2, induction=0.5, echo=0.0, recent=64)],

@@ -53,6 +53,7 @@ from engine.methods.evict.window import Window
 from engine.methods.evict.zigzagkv import ZigZagKV
 from engine.methods.full import Full
 from engine.methods.omnikv.method import OmniKV
+from engine.methods.prompts.quoka import QuoKA
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.minference import MInference
 from engine.methods.select.pod import PodUntrained
@@ -509,6 +510,13 @@ ROWS = (
         approximate=True,
         # a prompt is one chunk here and several there, whose products round apart
         tolerance=5e-5,
+    ),
+    Row(
+        "quoka",
+        QuoKA(tokens=CAPACITY),
+        (QuoKA(tokens=24, queries=4, block=40), QuoKA(share=0.2, queries=2, block=20)),
+        approximate=True,
+        chunk_defined="a block of queries ends where its chunk ends, and chooses for itself",
     ),
     Row(
         "pod_untrained",

@@ -21,6 +21,7 @@ from engine.methods.controls.brutal_offload import BrutalOffload
 from engine.methods.controls.controls import OmniKVNewest, OmniKVOne, OmniKVRandom
 from engine.methods.evict.shared.settings import Evicting
 from engine.methods.exact import Exact
+from engine.methods.prompts.quoka import QuoKA
 from engine.methods.registry import methods
 from engine.methods.select.minference import MInference
 from engine.methods.select.pod import PodUntrained
@@ -227,6 +228,7 @@ OTHERS = {
     "quest": Quest(tokens=64, dense_layers=1),
     "tidaldecode": TidalDecode(tokens=40, select_layer=0),
     "minference": MInference(),
+    "quoka": QuoKA(tokens=24, queries=4, block=32),
     "brutal_offload": BrutalOffload(layers=2, ahead=1),
     "omnikv_per_layer": OmniKVPerLayer(**SETTINGS),
     "omnikv_unpacked": OmniKVUnpacked(**SETTINGS),
@@ -248,7 +250,7 @@ def test_other_methods_leave_windows_alone(llm, name):
             assert [read[i] for i in CONFIG.local_layers] == [WINDOW] * len(CONFIG.local_layers)
             sparse = [i for i, r in enumerate(session.plan.roles) if r is Role.SPARSE]
             assert all(read[i] < 400 for i in sparse)
-            assert bool(sparse) == (name not in ("minference", "brutal_offload"))
+            assert bool(sparse) == (name not in ("minference", "quoka", "brutal_offload"))
     assert torch.equal(*found) and torch.isfinite(found[0]).all()
 
 

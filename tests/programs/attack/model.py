@@ -18,7 +18,8 @@ TOLERANCE = 2e-3  # of logits that range over +-5; another selection moves them 
 # what an interrupted prompt leaves depends on the length that it was to have
 FORESEES = ("scissorhands",)
 WINDOW = 64  # the most past queries that any method reads
-DENSE_STEPS = ("full", "brutal_offload", "minference")  # rows whose steps are full attention
+# rows whose steps are full attention
+DENSE_STEPS = ("full", "brutal_offload", "minference", "quoka")
 
 
 @cache
