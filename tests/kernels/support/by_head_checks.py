@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kernels.launch.softmax import Softmax
 from kernels.prefill.by_head import by_head_ref, prefill_by_head
 from tests.builders import GROUPS
-from tests.kernels.support.kernel_checks import assert_close
+from tests.kernels.support.kernel_checks import assert_close, worst
 
 BY_HEAD = dict(
     shape=st.sampled_from(GROUPS),
@@ -20,19 +20,25 @@ BY_HEAD = dict(
 
 
 def by_rule(q, k, v, lists, local, first, softmax):
-    """One block in float64, a query and a head at a time."""
-    out, group = torch.empty_like(q), q.shape[1] // len(k)
+    """One block, a query and a head at a time: products in q's dtype, softmax in at least
+    float32.
+    """
+    out, group, wide = (
+        torch.empty_like(q),
+        q.shape[1] // len(k),
+        torch.promote_types(q.dtype, torch.float32),
+    )
     for c, one in enumerate(q):
         for head, query in enumerate(one):
             own = head // group
             seen = torch.tensor([*lists[own].tolist(), *range(local, first + c + 1)])
-            logits = k[own, seen] @ query * q.shape[2] ** -0.5
+            logits = (k[own, seen] @ query).to(wide) * q.shape[2] ** -0.5
             if softmax.cap:
                 logits = softmax.cap * torch.tanh(logits / softmax.cap)
             total = logits.exp().sum()
             if softmax.sinks is not None:
                 total = total + softmax.sinks[head].exp()
-            out[c, head] = logits.exp() @ v[own, seen] / total
+            out[c, head] = (logits.exp() / total).to(v.dtype) @ v[own, seen]
     return out
 
 
@@ -61,7 +67,9 @@ def check_by_head(backend, shape, dim, kept, band, softmax, dtype, seed):
     for n, (first, last, local, _) in enumerate(blocks):
         one = q[0, first - start : last - start]
         lists = index[0, n, :, :kept]
-        rough = by_head_ref(one, k[0], v[0], lists, local, first, dim**-0.5, how)
-        exact = by_rule(one.double(), k[0].double(), v[0].double(), lists, local, first, wide)
+        at = lists, local, first
+        exact = by_rule(one.double(), k[0].double(), v[0].double(), *at, wide)
+        plain = by_rule(one, k[0], v[0], *at, how)
+        rough = worst(exact, [plain, by_head_ref(one, k[0], v[0], *at, dim**-0.5, how)])
         place = found[0, first - start : last - start]
         assert_close(place, exact, rough, dtype, f"{backend} block {n}")
