@@ -74,15 +74,17 @@ def by_head_ref(
     [Hkv, T, D]; index [Hkv, K] int32, distinct rows below `local` <= start. Returns [C, H, D].
     """
     stop, kept = start + len(q), index.shape[1]
-    rows_k, rows_v = (torch.cat([chosen_rows(t, index), t[:, local:stop]], dim=1) for t in (k, v))
+    rows_k, rows_v = (_seen(t, index, local, stop) for t in (k, v))
     visible = torch.arange(1, len(q) + 1, device=q.device) + kept + start - local
     return attend(q, rows_k, rows_v, visible, scale, softmax=softmax)[0]
 
 
-def chosen_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Copy each head's rows: rows [Hkv, T, D] floats or packed, index [Hkv, K] -> [Hkv, K, D]."""
+def _seen(rows: torch.Tensor, index: torch.Tensor, local: int, stop: int) -> torch.Tensor:
+    """Copy each head's rows of index [Hkv, K], and rows local .. stop-1: rows [Hkv, T, D] floats or
+    packed -> [Hkv, K + stop - local, D].
+    """
     heads = torch.arange(len(rows), device=rows.device).unsqueeze(1)
-    return rows[heads, index.long()]
+    return torch.cat([rows[heads, index.long()], rows[:, local:stop]], dim=1)
 
 
 def _by_native(
@@ -113,15 +115,14 @@ def _by_torch(
     softmax: Softmax,
     backend: str,
 ) -> torch.Tensor:
-    """`by_head_ref` by torch's operators: three parts, merged by log-sum-exp."""
-    one, given = q[None], (scale, False, softmax, backend)
-    parts = [attend_chunk(one, k[None], v[None], start, scale, softmax, backend)]
-    if index.shape[1]:
-        picked_k, picked_v = (chosen_rows(t, index)[None] for t in (k, v))
-        parts.append(attend_rows(one, picked_k, picked_v, *given))
-    if local < start:
-        band = slice(local, start)
-        parts.append(attend_rows(one, k[None, :, band], v[None, :, band], *given))
+    """`by_head_ref` by torch's operators: the rows that all queries see, then the block itself,
+    merged by log-sum-exp.
+    """
+    one, parts = q[None], []
+    if index.shape[1] or local < start:
+        rows_k, rows_v = (_seen(t, index, local, start)[None] for t in (k, v))
+        parts.append(attend_rows(one, rows_k, rows_v, scale, False, softmax, backend))
+    parts.append(attend_chunk(one, k[None], v[None], start, scale, softmax, backend))
     whole = merge(parts, torch.float32) if len(parts) > 1 else parts[0]
     return softmax.sunk(*whole)[0][0].to(q.dtype)
 

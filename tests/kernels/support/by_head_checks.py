@@ -20,25 +20,24 @@ BY_HEAD = dict(
 
 
 def by_rule(q, k, v, lists, local, first, softmax):
-    """One block, a query and a head at a time: products in q's dtype, softmax in at least
-    float32.
-    """
-    out, group, wide = (
-        torch.empty_like(q),
-        q.shape[1] // len(k),
-        torch.promote_types(q.dtype, torch.float32),
+    """One block, a query head at a time: products in q's dtype, softmax in at least float32."""
+    out, group, last = torch.empty_like(q), q.shape[1] // len(k), first + len(q)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    kept = lists.shape[1]
+    hidden = torch.arange(kept + last - local) >= torch.arange(len(q))[:, None] + kept + first - (
+        local - 1
     )
-    for c, one in enumerate(q):
-        for head, query in enumerate(one):
-            own = head // group
-            seen = torch.tensor([*lists[own].tolist(), *range(local, first + c + 1)])
-            logits = (k[own, seen] @ query).to(wide) * q.shape[2] ** -0.5
-            if softmax.cap:
-                logits = softmax.cap * torch.tanh(logits / softmax.cap)
-            total = logits.exp().sum()
-            if softmax.sinks is not None:
-                total = total + softmax.sinks[head].exp()
-            out[c, head] = (logits.exp() / total).to(v.dtype) @ v[own, seen]
+    for head in range(q.shape[1]):
+        own = head // group
+        seen = torch.tensor([*lists[own].tolist(), *range(local, last)])
+        logits = (q[:, head] @ k[own, seen].mT).to(wide) * q.shape[2] ** -0.5
+        if softmax.cap:
+            logits = softmax.cap * torch.tanh(logits / softmax.cap)
+        weights = logits.masked_fill(hidden, float("-inf")).exp()
+        total = weights.sum(-1, keepdim=True)
+        if softmax.sinks is not None:
+            total = total + softmax.sinks[head].exp()
+        out[:, head] = (weights / total).to(v.dtype) @ v[own, seen]
     return out
 
 
@@ -69,7 +68,10 @@ def check_by_head(backend, shape, dim, kept, band, softmax, dtype, seed):
         lists = index[0, n, :, :kept]
         at = lists, local, first
         exact = by_rule(one.double(), k[0].double(), v[0].double(), *at, wide)
-        plain = by_rule(one, k[0], v[0], *at, how)
-        rough = worst(exact, [plain, by_head_ref(one, k[0], v[0], *at, dim**-0.5, how)])
+        plain = [
+            by_rule(one.roll(shift, -1), k[0].roll(shift, -1), v[0], *at, how)
+            for shift in (0, 3, 8, 13)
+        ]
+        rough = worst(exact, [*plain, by_head_ref(one, k[0], v[0], *at, dim**-0.5, how)])
         place = found[0, first - start : last - start]
         assert_close(place, exact, rough, dtype, f"{backend} block {n}")
