@@ -27,7 +27,7 @@ class _Far(ctypes.Structure):
             for rows in ("far_key", "far_value", "key", "value")
             for step in ("head", "row")
         ),
-        *((name, ctypes.c_void_p) for name in ("at", "freq", "out", "received")),
+        *((name, ctypes.c_void_p) for name in ("at", "rows", "freq", "out", "received")),
         *(
             (name, ctypes.c_int)
             for name in ("heads", "group", "dim", "far", "near", "pairs", "split", "threads")
@@ -57,23 +57,27 @@ def attend_far(
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
+    rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One softmax over far and near rows.
 
     q, distant [H, D]: the query, and the same turned from position 0 to the distance; far_k, far_v
     [Hkv, n, D]: rotated rows at positions `at` int64 [n], whose keys are met as if they stood at 0;
-    freq float64 [R / 2]: of the rotation; k, v [Hkv, m, D], m >= 1: rows at their own distances.
-    Rows of one dtype, last dim contiguous. Returns (out [H, D], what each head weighs the near rows
-    by [H, m]), float32. Raises MemoryError where the kernel finds no room for its own.
+    rows int64 [n]: which of far_k, far_v [Hkv, T, D] they are, None: all in turn; freq float64
+    [R / 2]: of the rotation; k, v [Hkv, m, D], m >= 1: rows at their own distances. Rows of one
+    dtype, last dim contiguous. Returns (out [H, D], what each head weighs the near rows by [H, m]),
+    float32. Raises MemoryError where the kernel finds no room for its own.
     """
     (heads, near, dim), far = k.shape, len(at)
     wide, distant, at = q.float().contiguous(), distant.float().contiguous(), at.contiguous()
+    rows = None if rows is None else rows.contiguous()
     out, received = torch.empty(len(q), dim), torch.empty(len(q), near)
     size = k.element_size()
     call = _Far(
         wide.data_ptr(), distant.data_ptr(), *(t.data_ptr() for t in (far_k, far_v, k, v)),
-        *(step * size for rows in (far_k, far_v, k, v) for step in rows.stride()[:2]),
-        at.data_ptr(), freq.data_ptr(), out.data_ptr(), received.data_ptr(),
+        *(step * size for side in (far_k, far_v, k, v) for step in side.stride()[:2]),
+        at.data_ptr(), None if rows is None else rows.data_ptr(), freq.data_ptr(),
+        out.data_ptr(), received.data_ptr(),
         heads, len(q) // heads, dim, far, near, len(freq), SPLIT, torch.get_num_threads(), scale,
     )  # fmt: skip
     code = loaded().omnikv_far_and_near(ctypes.byref(call), FLOATS[k.dtype])
@@ -91,11 +95,14 @@ def attend_far_ref(
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
+    rows: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend_far` in plain torch, same arguments and result, in the dtype that q promotes float32
     to.
     """
     wide, (heads, _, dim), size = torch.promote_types(q.dtype, torch.float32), k.shape, len(freq)
+    if rows is not None:
+        far_k, far_v = far_k[:, rows], far_v[:, rows]
     angle = at.unsqueeze(1).double() * freq
     cos, sin = angle.cos().to(wide), angle.sin().to(wide)
     one, other, rest = far_k.to(wide).split([size, size, dim - 2 * size], -1)
@@ -122,3 +129,6 @@ def _met() -> Iterator[Case]:
         expected = attend_far_ref(*given)
         yield f"attention at one distance in {dtype}", out, expected[0], dtype
         yield f"what near rows receive in {dtype}", received, expected[1], dtype
+        some = *given[:4], at[::3], *given[5:], torch.arange(100, -1, -3)
+        found = attend_far(*some)[0]
+        yield f"rows where they lie in {dtype}", found, attend_far_ref(*some)[0], dtype

@@ -14,12 +14,15 @@ struct Far {  // strides in bytes
     long far_key_head, far_key_row, far_value_head, far_value_row;
     long key_head, key_row, value_head, value_row;
     const int64_t *at;   // [far]: where far rows stand
+    const int64_t *rows;  // [far]: which of the rows given they are; NULL: in turn
     const double *freq;  // [pairs]
     float *out;          // [heads * group][dim]
     float *received;     // [heads * group][near]: the query's weights on the newest
     int heads, group, dim, far, near, pairs, split, threads;
     float scale;
 };
+
+INLINE long row_of(const Far &c, int t) { return c.rows ? c.rows[t] : t; }
 
 constexpr int ANCHOR = 64;   // rows in turn whose angles follow from the one before
 constexpr int SOME = 128;    // far values that are summed at a time
@@ -57,9 +60,11 @@ void far_logits(const Far &c, int head, float *logits) {
     alignas(64) float row[2 * PAIRS];
     const char *keys = c.far_k + head * c.far_key_head;
     const float *q = c.distant + (long)head * c.group * c.dim;
-    for (int t = 0; t < c.far; t++, keys += c.far_key_row) {
+    for (int t = 0; t < c.far; t++) {
+        const char *key = keys + row_of(c, t) * c.far_key_row;
+        if (t + AHEAD < c.far) fetch(keys + row_of(c, t + AHEAD) * c.far_key_row, c.dim * K::bytes);
         angles.move(c.at, t);
-        for (int d = 0; d < c.dim; d += W) store(row + d, K::read(keys, d));
+        for (int d = 0; d < c.dim; d += W) store(row + d, K::read(key, d));
         for (int p = 0; p < c.pairs; p++) {
             const float one = row[p], other = row[c.pairs + p];
             const float cos = (float)angles.cos[p], sin = (float)angles.sin[p];
@@ -91,12 +96,12 @@ void join_far(const Far &c, const char *values, float *logits, float *out, float
     for (; t < c.far; t++) sum += logits[t] = expf(logits[t] - base);
     for (int d = 0; d < c.dim; d += W) store(out + d, load(out + d) * share);
     // some rows at a time: they stay in the first cache, and short sums are closer
-    for (int first = 0; first < c.far; first += SOME, values += SOME * c.far_value_row)
+    for (int first = 0; first < c.far; first += SOME)
         for (int d = 0; d < c.dim; d += W) {
             const int stop = first + SOME < c.far ? first + SOME : c.far;
             Floats own = {};
-            const char *row = values;
-            for (int i = first; i < stop; i++, row += c.far_value_row) own += K::read(row, d) * logits[i];
+            for (int i = first; i < stop; i++)
+                own += K::read(values + row_of(c, i) * c.far_value_row, d) * logits[i];
             store(out + d, load(out + d) + own);
         }
     for (int d = 0; d < c.dim; d += W) store(out + d, load(out + d) / sum);

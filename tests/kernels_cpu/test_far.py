@@ -101,6 +101,21 @@ def test_without_an_angle_far_rows_are_rows_like_others():
     assert not torch.allclose(other, out, atol=1e-2)
 
 
+@pytest.mark.parametrize("far", [1, 17, 129, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_far_rows_where_they_lie_are_rows_in_turn_to_the_bit(far, dtype):
+    q, distant, far_k, far_v, at, freq, k, v = a_step(2, 4, 64, far, 65, dtype)
+    rows = torch.randperm(2 * far + 5, generator=torch.Generator().manual_seed(far))[:far]
+    beside = [torch.full((2, 2 * far + 5, 64), math.nan, dtype=dtype) for _ in range(2)]
+    for whole, part in zip(beside, (far_k, far_v)):
+        whole[:, rows] = part
+    expected = attend_far(q, distant, far_k, far_v, at, freq, k, v, 0.125)
+    found = attend_far(q, distant, *beside, at, freq, k, v, 0.125, rows)
+    reference = attend_far_ref(q, distant, *beside, at, freq, k, v, 0.125, rows)
+    assert expected[0].isfinite().all() and reference[0].isfinite().all()
+    assert all(torch.equal(one, two) for one, two in zip(found, expected))
+
+
 def test_results_do_not_depend_on_threads():
     given, before, found = a_step(3, 2, 64, 700, 900, torch.bfloat16), torch.get_num_threads(), []
     try:

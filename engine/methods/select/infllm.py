@@ -270,13 +270,18 @@ class InfLLMRuntime(Runtime):
         )
         blocks, first = memory.rank(layer, b, distant.mean(0), layout), max(0, start - local + 1)
         far = self._far_rows(start, stop, blocks)
-        far_k, far_v = self._far(layer, b, bank, layout, blocks, near, stop)
         k, v = near.rows(first, stop)
         if len(q) == 1 and meets_far(self.setup.backend, k):
-            given = far_k, far_v, far, self.freq, k, v, self.scale
+            if bank.on_host(layer):
+                where, rows = self._far(layer, b, bank, layout, blocks, near, stop), None
+            else:  # far rows stay where they are: to copy them cost more than to read them
+                k_all, v_all = bank.rows(layer, 0, stop)
+                where, rows = (k_all[b], v_all[b]), far
+            given = *where, far, self.freq, k, v, self.scale, rows
             out, received = attend_far(q[0], distant[0], *given)
             out = out[None]
         else:
+            far_k, far_v = self._far(layer, b, bank, layout, blocks, near, stop)
             turned = self.rotary.rotate_by(key_floats(far_k).transpose(0, 1), -far).transpose(0, 1)
             out, received = attend_far_and_near(
                 q, distant, turned, far_v, k, v, far, first, positions, local, self.scale

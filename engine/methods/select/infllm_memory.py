@@ -8,7 +8,7 @@ in the bank; of blocks in host memory it keeps the last `cached` that were read 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -130,10 +130,22 @@ class BlockMemory:
             return
         ring = self.scores[1 - self.half[layer], layer, b]
         attended, formed = self.pending[layer][b]
-        new = torch.arange(max(min(attended, start), stop - self.slots), stop, device=ring.device)
-        ring[:, new % self.slots] = 0.0
-        ring[:, torch.arange(first, stop, device=ring.device) % self.slots] += received
+        for slots, _ in self._runs(max(min(attended, start), stop - self.slots), stop):
+            ring[:, slots] = 0.0
+        for slots, tokens in self._runs(first, stop):
+            ring[:, slots] += received[:, tokens]
         self.pending[layer][b] = stop, formed
+
+    def _runs(self, first: int, stop: int) -> Iterator[tuple[slice, slice]]:
+        """Where tokens first .. stop-1, no more than there are slots, lie in the ring: (slots, which
+        of these tokens), twice where they pass its end.
+        """
+        begin = first
+        while begin < stop:
+            slot = begin % self.slots
+            end = min(stop, begin + self.slots - slot)
+            yield slice(slot, slot + end - begin), slice(begin - first, end - first)
+            begin = end
 
     def form(
         self, layer: int, b: int, length: int, keys: Callable[[int, int], torch.Tensor]
