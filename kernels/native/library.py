@@ -43,6 +43,7 @@ SOURCES = (
     "few_bits.cpp",
     "gates.cpp",
     "kept.cpp",
+    "noisy.cpp",
     "packed.cpp",
     "prefill.cpp",
     "product.cpp",

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import kernels.kept.far
+import kernels.kept.noisy
 import kernels.kept.step
 import kernels.layer.linear
 import kernels.layer.native_step

@@ -20,6 +20,7 @@ from engine.methods.base import Runtime, Setup
 from engine.methods.evict.shared.accumulated_scores import Accumulating, AccumulatingRuntime
 from engine.methods.evict.shared.store import Sequence
 from engine.methods.random_bits import mix
+from kernels.kept.noisy import Draw, weigh_noisy, weighs_noisy
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,12 @@ class KeyformerRuntime(AccumulatingRuntime):
         tau = method.tau_init + step * method.tau_delta
         if not method.noise and tau == 1.0:
             return self.column_sums(layer, q, k, first)
+        stored = sequence.layers is not None and not self.reading and len(q)
+        if stored and self.logits is not None and weighs_noisy(self.setup.backend, q.device):
+            assert sequence.layers is not None
+            draw = Draw(first_of(method.seed, layer), start) if method.noise else None
+            at = sequence.layers[layer][number].positions
+            return weigh_noisy(self.logits, at, draw, tau, self.softmax[layer].sinks)
         positions = self.key_positions(sequence, layer, number, k)
         heads = torch.arange(q.shape[1], device=q.device).view(k.shape[0], -1)
 
@@ -113,12 +120,22 @@ def gumbel(
     positions [h, T], all int64.
 
     A counter-based generator (two rounds of a 64-bit mixing function over the five numbers): the
-    same numbers give the same noise on any device, in any order.
+    same numbers give the same noise on any device, in any order. kernels/native/noisy.cpp draws the
+    same.
     """
-    x = queries.view(1, 1, -1, 1) * 0x1000003 + heads.view(*heads.shape, 1, 1) * 0x5BD1E995
-    x = (
-        mix(x + (seed * 0x27D4EB2F + layer * 0x165667B1) % (1 << 61))
-        ^ keys.view(len(keys), 1, 1, -1) * 0x9E3779B1
-    )
-    uniform = (mix(x) >> 20).bitwise_and_(0xFFFFFF).double().add_(0.5).mul_(2.0**-24)
+    uniform = bits(seed, layer, heads, queries, keys).double().add_(0.5).mul_(2.0**-24)
     return uniform.log_().neg_().log_().neg_().float()
+
+
+def bits(
+    seed: int, layer: int, heads: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor:
+    """The 24 random bits of each number of `gumbel`, same arguments: int64 [h, G, Q, T]."""
+    x = queries.view(1, 1, -1, 1) * 0x1000003 + heads.view(*heads.shape, 1, 1) * 0x5BD1E995
+    x = mix(x + first_of(seed, layer)) ^ keys.view(len(keys), 1, 1, -1) * 0x9E3779B1
+    return (mix(x) >> 20).bitwise_and_(0xFFFFFF)
+
+
+def first_of(seed: int, layer: int) -> int:
+    """Where the numbers of a seed and layer begin."""
+    return (seed * 0x27D4EB2F + layer * 0x165667B1) % (1 << 61)

@@ -137,7 +137,7 @@ class BlockMemory:
         self.pending[layer][b] = stop, formed
 
     def _runs(self, first: int, stop: int) -> Iterator[tuple[slice, slice]]:
-        """Where tokens first .. stop-1, no more than there are slots, lie in the ring: (slots, which
+        """Where tokens first .. stop-1, at most one per slot, lie in the ring: (slots, which
         of these tokens), twice where they pass its end.
         """
         begin = first
