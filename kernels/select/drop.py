@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from kernels.launch.dispatch import choose
-from kernels.native.library import Binding, Case, loaded
+from kernels.native.library import Binding, Case, check, loaded
 
 RULES = ("max", "mean", "sum")  # how the scores of a group's query heads become one
 NEWEST = torch.iinfo(torch.int32).max
@@ -39,9 +40,20 @@ class _Call(ctypes.Structure):
                 "how",
                 "keep_below",
                 "keep_from",
+                "seen",
+                "steady",
             )
         ),
     ]
+
+
+class Steady(NamedTuple):
+    """Of scores that are the sums of a row's weights and those of their squares. seen: tokens so
+    far, at least 1 and past every position; kept: rows that stay because their weights vary most.
+    """
+
+    seen: int
+    kept: int
 
 
 _BINDING = Binding("dropping a row", omnikv_sizeof_drop_call=_Call)
@@ -58,20 +70,24 @@ def drop_least(
     keep_from: int = NEWEST,
     backend: str = "auto",
     ranks: torch.Tensor | None = None,
+    steady: Steady | None = None,
 ) -> None:
     """Drop one of the first `rows` rows of each head.
 
     k, v [h, T, width] floats or packed, last dim contiguous; positions int32 [h, T]; scores float32
     [h, G, T], reduced over G by `how`, or None, which are all alike; ranks float32 [h, rows], last
-    dim contiguous, decide in their place. Rows at positions below
-    `keep_below`, or from `keep_from` on, go only where there are no others. Mutates all four: the
-    row at rows - 1 is free afterwards. Raises ValueError for an unknown backend.
+    dim contiguous, decide in their place; with `steady` scores are [h, 2, T] and `steady_ranks`
+    decide. Rows at positions below `keep_below`, or from `keep_from` on, go only where there are no
+    others. Mutates all four: the row at rows - 1 is free afterwards. Raises ValueError for an
+    unknown backend, MemoryError where the kernel finds no room for its own.
     """
     if choose(backend, k, _BINDING.usable) == "native":
-        _drop_natively(k, v, positions, scores, rows, how, keep_below, keep_from, ranks)
+        _drop_natively(k, v, positions, scores, rows, how, keep_below, keep_from, ranks, steady)
         return
     held = positions[:, :rows]
-    if ranks is None:
+    if steady is not None and scores is not None:
+        ranks = steady_ranks(scores[:, :, :rows], held, keep_from, steady)
+    elif ranks is None:
         ranks = torch.zeros_like(held, dtype=torch.float32)
         if scores is not None:
             ranks = reduce_group(scores[:, :, :rows], how)
@@ -81,6 +97,33 @@ def drop_least(
         tensor[heads, slots] = tensor[:, rows - 1].clone()  # one head: the two may be one place
     if scores is not None:
         scores[heads, :, slots] = scores[:, :, rows - 1].clone()
+
+
+def steady_ranks(
+    scores: torch.Tensor, positions: torch.Tensor, newest: int, steady: Steady
+) -> torch.Tensor:
+    """RoCo's ranks [h, T] of rows: the mean of the weights that each has received, infinite for
+    positions from `newest` on and for the rows of the largest deviation, those among them; of equal
+    ones the newer stay (Ren and Zhu 2024).
+
+    scores float32 [h, 2, T]: sums of weights and of their squares, of all queries since a row's
+    own; positions int [h, T].
+    """
+    seen = (steady.seen - positions).float()
+    mean, square = scores[:, 0] / seen, scores[:, 1] / seen
+    deviation = (square - mean.square()).clamp(min=0).sqrt()
+    fresh = positions >= newest
+    deviation.masked_fill_(fresh, float("inf"))
+    kept = largest(deviation, positions, min(steady.kept, deviation.shape[1]))
+    return mean.masked_fill(fresh, float("inf")).scatter(1, kept, float("inf"))
+
+
+def largest(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices int64 [h, count] of the largest of scores [h, T] >= 0, in no order; of equal ones the
+    newer token's. Bits of floats that are not negative have the order of the floats.
+    """
+    keys = (scores.abs().view(torch.int32).long() << 32) | positions.long()
+    return keys.topk(count, 1, sorted=False).indices
 
 
 def worst(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -106,6 +149,7 @@ def _drop_natively(
     keep_below: int,
     keep_from: int,
     ranks: torch.Tensor | None = None,
+    steady: Steady | None = None,
 ) -> None:
     sizes = k.element_size(), v.element_size()
     call = _Call(
@@ -120,9 +164,9 @@ def _drop_natively(
         0 if ranks is None else ranks.stride(0),
         k.shape[2] * sizes[0], v.shape[2] * sizes[1],
         len(k), 0 if scores is None else scores.shape[1], rows, RULES.index(how),
-        keep_below, keep_from,
+        keep_below, keep_from, *(steady or (0, 0)),
     )  # fmt: skip
-    loaded().omnikv_drop_least(ctypes.byref(call))
+    check(loaded().omnikv_drop_least(ctypes.byref(call)), "dropping a row")
 
 
 @_BINDING.self_test
@@ -141,3 +185,20 @@ def _dropped() -> Iterator[Case]:
             yield f"a row dropped by {how}", found.float(), expected.float(), torch.float32
         if mine[3] is not None and theirs[3] is not None:
             yield f"scores where one is dropped by {how}", mine[3], theirs[3], torch.float32
+
+
+@_BINDING.self_test
+def _steady() -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(2)
+    k, v = torch.randn(2, 3, 40, 16, generator=generator)
+    positions = torch.stack([torch.randperm(40, generator=generator) for _ in range(3)]).int()
+    weights = torch.rand(3, 1, 40, generator=generator)
+    scores = torch.cat([weights, weights.square()], 1)
+    for count in (0, 12, 37):
+        mine = k.clone(), v.clone(), positions.clone(), scores.clone()
+        theirs = k.clone(), v.clone(), positions.clone(), scores.clone()
+        by = Steady(50, count)
+        _drop_natively(*mine, 37, "max", 0, 30, None, by)
+        drop_least(*theirs, 37, "max", 0, 30, "reference", None, by)
+        for found, expected in zip(mine, theirs):
+            yield f"a row dropped beside {count}", found.float(), expected.float(), torch.float32

@@ -4,11 +4,13 @@ this in a process of its own.
 
 import torch
 
-import kernels.layer.native_step  # registers its self-test
+import kernels.kept.noisy  # registers its self-test, as do the others
+import kernels.layer.native_step
 import kernels.recurrent.conv
-import kernels.recurrent.delta  # likewise: prompts and steps at seams
+import kernels.recurrent.delta  # prompts and steps at seams
 import kernels.recurrent.gates
 import kernels.recurrent.ssd
+import kernels.select.drop
 from kernels.attention.native import attend
 from kernels.layer.native_product import Product
 from kernels.native import library

@@ -8,7 +8,7 @@ import torch
 from kernels.attention.dense import decode_logged
 from kernels.native.library import missing
 from kernels.select.column_sums import column_sums
-from kernels.select.drop import RULES, drop_least
+from kernels.select.drop import RULES, Steady, drop_least
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -68,6 +68,70 @@ def test_ranks_decide_in_place_of_scores_which_move_with_their_rows(backend):
     for head, slot in enumerate(slots):
         order = [32 if t == slot else t for t in range(32)]
         assert torch.equal(scores[head, :, :32], before[head][:, order])
+
+
+def varied(heads, rows, seed, ties):
+    """A store whose scores are sums of weights and of their squares, over as many queries as came
+    since each row did."""
+    k, v, positions, _ = store(heads, rows, 1, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    weights = torch.rand(heads, 3, rows + 3, generator=generator) ** 4
+    if ties:
+        weights = (weights * 3).floor() / 4
+    return k, v, positions, torch.stack([weights.sum(1), weights.square().sum(1)], 1)
+
+
+def left_out(positions, scores, rows, newest, seen, count):
+    """The slot that each head frees, by a loop in float32 numbers."""
+    slots = []
+    for head in range(len(positions)):
+        ranked = []
+        for t in range(rows):
+            at = int(positions[head, t])
+            mean, square = (scores[head, i, t] / float(seen - at) for i in range(2))
+            deviation = (square - mean * mean).clamp(min=0).sqrt().item()
+            fresh = at >= newest
+            ranked.append((math.inf if fresh else deviation, at, t, mean.item(), fresh))
+        kept = {t for _, _, t, _, _ in sorted(ranked, reverse=True)[:count]}
+        by = [(math.inf if t in kept or fresh else mean, at, t) for _, at, t, mean, fresh in ranked]
+        slots.append(min(by)[2])
+    return slots
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("rows, recent", [(1, 0), (2, 1), (17, 3), (128, 10), (257, 0), (1031, 40)])
+def test_rows_stay_whose_weights_vary_most_and_of_the_others_the_least_mean_goes(
+    rows, recent, ties, backend
+):
+    for count in sorted({0, 1, rows // 3, rows - 1, rows, rows + 2}):
+        before = varied(3, rows, rows + count, ties)
+        seen = rows + 3
+        mine = [t.clone() for t in before]
+        slots = left_out(before[2], before[3], rows, seen - recent, seen, count)
+        by = Steady(seen, count)
+        drop_least(*mine, rows, keep_from=seen - recent, backend=backend, steady=by)
+        for head, slot in enumerate(slots):
+            order = list(range(rows - 1))
+            if slot < rows - 1:
+                order[slot] = rows - 1
+            for found, old in zip(mine[:3], before[:3]):
+                assert torch.equal(found[head, : rows - 1], old[head, order])
+            assert torch.equal(mine[3][head, :, : rows - 1], before[3][head][:, order])
+
+
+def test_rows_whose_weights_are_all_alike_do_not_vary():
+    """Their mean square is the square of their mean, to the bit: a fused multiply would leave a
+    rest, by which one of two would stay and not the newer.
+    """
+    k, v, positions, _ = store(64, 40, 1)
+    positions[:, :40] = torch.arange(40)
+    mean = torch.rand(64, 1, 43, generator=torch.Generator().manual_seed(3)) + 1
+    seen = 40.0 - torch.arange(43)
+    scores = torch.cat([mean * seen, mean.square() * seen], 1)
+    scores[:, 1, :38] += torch.arange(38) * 1e-3 + 0.1  # all but the last two, seen once and twice
+    drop_least(k, v, positions, scores, 40, backend="native", steady=Steady(40, 39))
+    assert (positions[:, 38] == 39).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -21,7 +21,7 @@ from engine.methods.evict.shared.accumulated_scores import Accumulating, Accumul
 from engine.methods.evict.shared.store import Part, Rows, Sequence
 from engine.model.config.config import ModelConfig
 from kernels.select.column_sums import weight_tiles
-from kernels.select.drop import reduce_group
+from kernels.select.drop import Steady, reduce_group, steady_ranks
 
 
 @dataclass(frozen=True)
@@ -82,24 +82,15 @@ class RoCoRuntime(AccumulatingRuntime):
     def ranked(self, part: Part, length: int, budget: int) -> torch.Tensor:
         """Means [h, T], infinite for what is kept whatever its mean."""
         assert part.scores is not None
-        seen = (length - part.positions).float()
-        mean, square = part.scores[:, 0] / seen, part.scores[:, 1] / seen
-        deviation = (square - mean.square()).clamp(min=0).sqrt()
-        newest = part.positions >= length - self.method.recent(budget)
-        deviation.masked_fill_(newest, float("inf"))
-        # of budget + 1 tokens the code lets budget - share * budget be chosen from
-        count = min(budget, math.floor(self.method.recent_share * budget) + 1)
-        kept = _largest(deviation, part.positions, min(count, deviation.shape[1]))
-        return mean.masked_fill(newest, float("inf")).scatter(1, kept, float("inf"))
+        newest = length - self.method.recent(budget)
+        return steady_ranks(part.scores, part.positions, newest, self.steady(length, budget))
+
+    def steady(self, length: int, budget: int) -> Steady:
+        """Of budget + 1 tokens the code lets budget - share * budget be chosen from."""
+        count = math.floor(self.method.recent_share * budget) + 1
+        return Steady(length, min(budget, count))
 
     def drop(self, rows: Rows, budget: int, sequence: Sequence) -> None:
-        ranks = self.ranked(rows.part(), sequence.length, budget)
-        rows.drop_least(self.setup.backend, ranks=ranks)
-
-
-def _largest(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices int64 [h, count] of the largest of scores [h, T] >= 0, in no order; of equal ones the
-    newer token's. Bits of floats that are not negative have the order of the floats.
-    """
-    keys = (scores.abs().view(torch.int32).long() << 32) | positions.long()
-    return keys.topk(count, 1, sorted=False).indices
+        length = sequence.length
+        newest, by = length - self.method.recent(budget), self.steady(length, budget)
+        rows.drop_least(self.setup.backend, keep_from=newest, steady=by)

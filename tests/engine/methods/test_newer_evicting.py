@@ -21,7 +21,7 @@ from engine.methods.evict.a2sf import A2SF
 from engine.methods.evict.expected_attention import ExpectedAttention
 from engine.methods.evict.random_eviction import RandomEviction, RandomEvictionAll, draws
 from engine.methods.evict.rkv import RKV, redundancy
-from engine.methods.evict.roco import RoCo, _largest
+from engine.methods.evict.roco import RoCo
 from engine.methods.evict.shared.store import Part, best
 from engine.methods.evict.snapkv import SnapKV
 from engine.methods.evict.vase import VaSE
@@ -29,6 +29,7 @@ from engine.methods.evict.zigzagkv import ZigZagKV, dealt
 from engine.methods.full import Full
 from engine.model.rope import apply_rope
 from kernels.select import column_sums
+from kernels.select.drop import largest
 from tests.builders import VOCAB, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_checks import SHAPES, llm_of
 from tests.engine.methods.newer_simulation import NewConversation, NewRule
@@ -141,7 +142,7 @@ def test_the_largest_by_their_bits_are_the_largest_and_the_newest_of_equal_ones(
     scores[1][scores[1] == 0] = -0.0  # what a root of nothing may be
     order = torch.stack([torch.randperm(tokens, generator=generator) for _ in range(3)]).int()
     for count in {1, tokens // 2 + 1, tokens}:
-        found = _largest(scores, order, count).sort(1).values
+        found = largest(scores, order, count).sort(1).values
         assert torch.equal(found, best(scores, order, count).sort(1).values)
 
 

@@ -19,7 +19,7 @@ import torch
 from engine.model.config.config import ModelConfig
 from kernels.kept.step import Store
 from kernels.rows.forms import as_bytes
-from kernels.select.drop import NEWEST, drop_least
+from kernels.select.drop import NEWEST, Steady, drop_least
 
 # rows by which a store grows: copying it every 16 steps costs an eighth of reading it; small beside
 # 3% of a short text
@@ -244,10 +244,11 @@ class Rows:
         keep_below: int = 0,
         keep_from: int = NEWEST,
         ranks: torch.Tensor | None = None,
+        steady: Steady | None = None,
     ) -> None:
         """Forget one row per head, of the least score or rank (kernels/select/drop.py)."""
         store = self.k, self.v, self.positions, self.scores
-        drop_least(*store, self.held, how, keep_below, keep_from, backend, ranks)
+        drop_least(*store, self.held, how, keep_below, keep_from, backend, ranks, steady)
         self.held -= 1
 
     def state(self, rows: bool) -> Any:
