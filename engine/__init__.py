@@ -28,6 +28,7 @@ _HOMES = {
     "KVzip": "engine.methods.evict.kvzip",
     "LMInfinite": "engine.methods.evict.lm_infinite",
     "Longformer": "engine.methods.evict.longformer",
+    "PodSnapKV": "engine.methods.evict.pod_snapkv",
     "PyramidKV": "engine.methods.evict.pyramidkv",
     "RandomEviction": "engine.methods.evict.random_eviction",
     "RandomEvictionAll": "engine.methods.evict.random_eviction",

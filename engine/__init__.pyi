@@ -15,6 +15,7 @@ from engine.methods.evict.keyformer import Keyformer as Keyformer
 from engine.methods.evict.kvzip import KVzip as KVzip
 from engine.methods.evict.lm_infinite import LMInfinite as LMInfinite
 from engine.methods.evict.longformer import Longformer as Longformer
+from engine.methods.evict.pod_snapkv import PodSnapKV as PodSnapKV
 from engine.methods.evict.pyramidkv import PyramidKV as PyramidKV
 from engine.methods.evict.random_eviction import RandomEviction as RandomEviction
 from engine.methods.evict.random_eviction import RandomEvictionAll as RandomEvictionAll

@@ -25,6 +25,7 @@ NAMES = (
     "omnikv_per_layer",
     "omnikv_random",
     "omnikv_unpacked",
+    "pod_snapkv",
     "pod_untrained",
     "pyramidkv",
     "quest",

@@ -58,6 +58,7 @@ SETTINGS = {
     "fastgen": [dict(eps=0.3, special=(0, 1, 2), punctuation=(3, 4, 5), every=16)],
     "razor": [dict(heads=(((0.9, 0.1), (0.2, 0.8)) * 4,) * 2, induction=0.5, echo=0.0, recent=64)],
     "pod_untrained": [dict(blocks=(0, 2, 5), first=8, recent=64)],
+    "pod_snapkv": [dict(blocks=(0, 2, 5), first=8, recent=64, tokens=96)],
     "snapkv": [dict(tokens=96)],
     "h2o": [dict(tokens=64), dict(share=0.2, cut="prefill", gqa_reduce="sum")],
     "h2o_plus": [dict(tokens=64, segment=100)],

@@ -52,7 +52,7 @@ class PodUntrained(Method):
 
     def __post_init__(self) -> None:
         if self.blocks is not None:
-            object.__setattr__(self, "blocks", _blocks(self.blocks))
+            object.__setattr__(self, "blocks", checked_blocks(self.blocks))
         integer("first", self.first, 0)
         integer("recent", self.recent, 1)
         fraction("skip", self.skip)
@@ -69,20 +69,7 @@ class PodUntrained(Method):
         """Per layer, the layer whose distant logits each K/V head uses (the layer itself: not
         shared).
         """
-        layers, heads = config.num_layers, config.num_kv_heads
-        if self.blocks is None:
-            return [(layer,) * heads for layer in range(layers)]
-        blocks = self.blocks if isinstance(self.blocks[0], tuple) else (self.blocks,) * heads
-        if len(blocks) != heads or max(map(max, blocks)) >= layers:
-            raise SettingError(
-                f"blocks: found {len(blocks)} heads and layers up to {max(map(max, blocks))}, "
-                f"expected {heads} K/V heads and layers below {layers} (this model); group it "
-                "again: python -m tools.calibrate.pod_groups"
-            )
-        return [
-            tuple(max(low for low in firsts if low <= layer) for firsts in blocks)
-            for layer in range(layers)
-        ]
+        return lowest_layers(self.blocks, config)
 
     def plan(self, config: ModelConfig) -> LayerPlan:
         """SPARSE where any head shares its logits: that layer does not read all of K."""
@@ -231,7 +218,27 @@ def proximal_spans(
     return (none, (positions + 1).clamp(max=first)), (edge, positions + 1), (none + first, edge)
 
 
-def _blocks(value: Any) -> tuple:
+def lowest_layers(blocks: tuple | None, config: ModelConfig) -> list[tuple[int, ...]]:
+    """Per layer of a model, the lowest layer of the block that each K/V head is in, by blocks as
+    `checked_blocks` returns them (None: every layer alone). Raises SettingError for another model's.
+    """
+    layers, heads = config.num_layers, config.num_kv_heads
+    if blocks is None:
+        return [(layer,) * heads for layer in range(layers)]
+    by_head = blocks if isinstance(blocks[0], tuple) else (blocks,) * heads
+    if len(by_head) != heads or max(map(max, by_head)) >= layers:
+        raise SettingError(
+            f"blocks: found {len(by_head)} heads and layers up to {max(map(max, by_head))}, "
+            f"expected {heads} K/V heads and layers below {layers} (this model); group it "
+            "again: python -m tools.calibrate.pod_groups"
+        )
+    return [
+        tuple(max(low for low in firsts if low <= layer) for firsts in by_head)
+        for layer in range(layers)
+    ]
+
+
+def checked_blocks(value: Any) -> tuple:
     """The blocks as a tuple, or a tuple of tuples; raises SettingError."""
     found: tuple = (
         tuple(tuple(x) if isinstance(x, list) else x for x in value)
@@ -265,22 +272,24 @@ def attend_span(
     """Attention of query i to tokens low[i] .. high[i]-1 (none where high <= low): (out [C, H, D],
     lse [C, H]), float32.
 
-    q [C, H, D]; k, v [Hkv, T, D] views; low, high int64 [C]. A query that sees nothing gives zeros
-    and -inf. Only K and V that some query of a tile sees are read.
+    q [C, H, D]; k, v [Hkv, T, D] views; low, high int64 [C], or [Hkv, 1, C] where heads differ. A
+    query that sees nothing gives zeros and -inf. Only K and V that some query of a tile sees are
+    read.
     """
     out, lse = (
         torch.zeros(q.shape, device=q.device),
         torch.full(q.shape[:2], float("-inf"), device=q.device),
     )
     bounds = [
-        (at, int(low[at : at + QUERIES].min()), int(high[at : at + QUERIES].max()))
+        (at, int(low[..., at : at + QUERIES].min()), int(high[..., at : at + QUERIES].max()))
         for at in range(0, len(q), QUERIES)
     ]
     for at, first, last in bounds:
         part = slice(at, at + QUERIES)
         for row in range(first, last, ROWS):
             rows = slice(row, min(last, row + ROWS))
-            tile = _tile(q[part], k[:, rows], v[:, rows], low[part] - row, high[part] - row, scale)
+            seen = low[..., part] - row, high[..., part] - row
+            tile = _tile(q[part], k[:, rows], v[:, rows], *seen, scale)
             out[part], lse[part] = merge([(out[part], lse[part]), tile], torch.float32)
     return out, lse
 
@@ -300,7 +309,7 @@ def _tile(
     folded = q.float().view(queries, kv_heads, -1, dim).permute(1, 2, 0, 3)
     logits = torch.matmul(folded, key_floats(k).transpose(1, 2).unsqueeze(1)) * scale
     at = torch.arange(rows, device=q.device)
-    logits.masked_fill_((at < low.unsqueeze(1)) | (at >= high.unsqueeze(1)), float("-inf"))
+    logits.masked_fill_((at < low.unsqueeze(-1)) | (at >= high.unsqueeze(-1)), float("-inf"))
     lse = torch.logsumexp(logits, -1)
     weights = torch.exp(logits - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
     out = torch.matmul(weights, floats(v).unsqueeze(1))

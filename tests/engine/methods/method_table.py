@@ -37,6 +37,7 @@ from engine.methods.evict.keyformer import Keyformer
 from engine.methods.evict.kvzip import KVzip
 from engine.methods.evict.lm_infinite import LMInfinite
 from engine.methods.evict.longformer import Longformer
+from engine.methods.evict.pod_snapkv import PodSnapKV
 from engine.methods.evict.pyramidkv import PyramidKV
 from engine.methods.evict.random_eviction import RandomEvictionAll
 from engine.methods.evict.razor import Razor
@@ -403,6 +404,18 @@ ROWS = (
         (ZigZagKV(tokens=120),),
         retained_rows,
         evicts=True,
+    ),
+    Row(
+        "pod_snapkv",
+        PodSnapKV(tokens=CAPACITY),
+        (
+            PodSnapKV(blocks=(0, 2, 5), first=8, recent=40, tokens=90),
+            PodSnapKV(blocks=(0, 3), first=4, recent=64, share=0.5),
+        ),
+        retained_rows,
+        evicts=True,
+        approximate=True,
+        stays="a layer attends with the K of several layers at once",
     ),
     Row(
         "rkv",
