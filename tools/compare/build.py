@@ -15,6 +15,7 @@ from engine.base.errors import BadCheckpoint, SettingError
 from engine.methods.base import Method
 from engine.methods.evict.duo import Duo
 from engine.methods.evict.h2o_plus import H2OPlus
+from engine.methods.evict.pod_snapkv import PodSnapKV
 from engine.methods.evict.razor import Razor
 from engine.methods.evict.sirllm import SirLLM
 from engine.methods.evict.snapkv_plus import SnapKVPlus
@@ -271,6 +272,16 @@ def pod(facts: Facts, share: float) -> PodUntrained | str:
     except BadCheckpoint as error:
         return str(error)
     return PodUntrained(blocks, recent=max(1, round(share * facts.capacity) - PodUntrained.first))
+
+
+def pod_snapkv(facts: Facts, share: float) -> PodSnapKV | str:
+    """Build PoD over what SnapKV keeps: the budget is the share, and so are the proximal tokens.
+    Without blocks: how to make them.
+    """
+    near = pod(facts, share)
+    if isinstance(near, str):
+        return near
+    return PodSnapKV(share=share, forget=False, blocks=near.blocks, recent=near.recent)
 
 
 def duo(facts: Facts, part: float, forget: bool = False) -> Duo | str:
