@@ -85,6 +85,8 @@ class Bank(ABC):
 
     tiered = False  # whether some layers live in host memory
     forgets = False  # whether it holds no more rows than a store has yet to take
+    lacks = False  # whether rows are gone that other methods read, as in a bank that forgets
+    overwrites = False  # whether a length that a session goes back to may be lost (`holds`)
     placement: Placement | None = None  # which layers do, and what they keep on the device
     recurrent: RecurrentState | None = None  # of the recurrent layers, where there are some
     room = 0  # rows of an offloaded layer that may be asked for at once (`gathered`)
@@ -203,6 +205,18 @@ class Bank(ABC):
         until the next one is asked for. ahead: the next offloaded layer will be asked for the same
         positions, and holds their rows, so its first block may come already.
         """
+
+    def values(self, layer: int) -> torch.Tensor:
+        """Return V [B, Hkv, T, D] of one layer, as `kv`."""
+        return self.kv(layer)[1]
+
+    def head_keys(
+        self, layer: int, head: int, first: int, stop: int
+    ) -> list[tuple[int, torch.Tensor]]:
+        """Return [(first position, K [B, 1, n, D])] of one K/V head's positions first .. stop-1, in
+        parts that follow each other.
+        """
+        return [(first, self.kv(layer)[0][:, head : head + 1, first:stop])]
 
     def gathered(
         self, layer: int, wanted: Sequence[PromptRows], following: int | None = None

@@ -73,7 +73,7 @@ class ChunkBank(Bank):
     them.
     """
 
-    forgets = True
+    forgets = lacks = True
     source: Bank | None = None
 
     def __init__(

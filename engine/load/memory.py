@@ -23,13 +23,14 @@ from engine.model.config.latent import OPENED_ROWS, Latent
 from engine.model.low_bits import FewBits
 from engine.plan.free_memory import HEADROOM, free_bytes
 from engine.plan.layers import LayerPlan
-from engine.plan.needs import MOST_WINDOW, STORES, Needs
+from engine.plan.needs import MOST_WINDOW, STORES, NearKeys, Needs
 from engine.plan.needs import RING as RING_QUERIES
 from engine.plan.placement import (
     SLOTS,
     Placement,
     fitting,
     full_placement,
+    near_rows,
     reserved_rows,
     ring_size,
 )
@@ -38,6 +39,7 @@ from kernels.launch.dispatch import NATIVE, ON_CPU
 from kernels.layer.linear import packs
 from kernels.native.library import missing
 from kernels.recurrent.delta import CHUNK, SEGMENT
+from kernels.rows.forms import row_widths
 
 
 def default_chunk(device_type: str, config: ModelConfig) -> int:
@@ -82,6 +84,10 @@ def memory_items(
     rings = window_bytes(config, size, chunk, context)
     needs = method.needs(layers, config, context, size)
     bank, bank_note = kept * context * config.kv_bytes(size), _bank_note(config, size, device)
+    if needs.near is not None:
+        freed = _keys_freed(config, needs.near, dtype, chunk, context)
+        bank -= freed
+        bank_note += f", but {human(freed)} of distant K that no layer reads"
     if needs.forgets:
         bank, bank_note = _waiting_item(config, needs, size, chunk, context)
     scratch = scratch_bytes(scratch_shape(config, needs, context, dtype), device, backend)
@@ -106,6 +112,15 @@ def memory_items(
         *((("sparse prefill", chosen, "what a chunk's queries choose from"),) if chosen else ()),
         ("prefill workspace", workspace, f"activations of one chunk of {chunk} tokens"),
     )
+
+
+def _keys_freed(
+    config: ModelConfig, near: NearKeys, dtype: torch.dtype, chunk: int, context: int
+) -> int:
+    """Return the bytes of the K that a bank does without under `near`."""
+    rows = config.row_dtype(dtype)
+    key = row_widths(config.head_dim, rows)[0] * rows.itemsize
+    return near.count * (context - near_rows(near, chunk, context)) * key
 
 
 def _again_item(config: ModelConfig, needs: Needs, size: int) -> tuple[Item, ...]:

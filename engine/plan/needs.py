@@ -38,6 +38,22 @@ class BlockCache:
 
 
 @dataclass(frozen=True)
+class NearKeys:
+    """Which K/V heads of which layers do without the K of distant tokens: heads[layer], ascending.
+    They hold that of the `first` tokens and of the `recent` ones that a query sees.
+    """
+
+    first: int
+    recent: int
+    heads: tuple[tuple[int, ...], ...]
+
+    @property
+    def count(self) -> int:
+        """Heads of all layers."""
+        return sum(map(len, self.heads))
+
+
+@dataclass(frozen=True)
 class Needs:
     """The needs of one method in one session (Method.needs).
 
@@ -68,6 +84,7 @@ class Needs:
     outputs: it hears of every token and the logits behind it (Runtime.hear), for which the last
     layer of a prompt is computed whole.
     cache: blocks that the device keeps of each layer in host memory (Bank.block_rows).
+    near: K that is freed; None: none.
     """
 
     selected: int = 0
@@ -104,3 +121,9 @@ class Needs:
     ids: bool = False
     outputs: bool = False
     cache: BlockCache | None = None
+    near: NearKeys | None = None
+
+    @property
+    def lacks(self) -> bool:
+        """Whether rows go that other methods read."""
+        return self.forgets or self.near is not None

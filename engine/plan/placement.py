@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import TAIL_BLOCK
-from engine.plan.needs import RING, BlockCache, Needs
+from engine.plan.needs import RING, BlockCache, NearKeys, Needs
 from kernels.prefill.dense import COPIED_BLOCK
 from kernels.tier.lru_slots import slots_bytes
 
@@ -203,6 +203,11 @@ def fitting(placement: Placement, fits: Callable[[Placement | None], bool]) -> P
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(without(middle)) else (low, middle - 1)
     return without(low)
+
+
+def near_rows(near: NearKeys, chunk: int, capacity: int) -> int:
+    """Return the rows of K of a head that holds the first and the newest tokens only."""
+    return min(capacity, near.first + ring_size(near.recent, chunk, capacity))
 
 
 def ring_size(window: int, chunk: int, capacity: int) -> int:

@@ -66,7 +66,7 @@ def truncate(session: SessionState, n: int) -> None:
         # rows that the next token would see have been overwritten: read all tokens again
         history.postpone(PendingReplay(_first(session, n), [Savepoint(0, n + 1)]))
     else:
-        if session.loaded.config.local_layers:
+        if _overwrites(session):
             history.postpone(None)
         complete(partial(_cut, session, n, history.savepoints))
 
@@ -78,9 +78,14 @@ def _first(session: SessionState, n: int) -> list[int] | NewestTokens:
     return ids
 
 
+def _overwrites(session: SessionState) -> bool:
+    """Return whether older rows are overwritten: by sliding-window layers, or near keys."""
+    return bool(session.loaded.config.local_layers) or session.bank.overwrites
+
+
 def _windows_lost(session: SessionState, n: int) -> bool:
-    """Return whether sliding-window layers have overwritten rows that n tokens would see."""
-    if not session.loaded.config.local_layers:
+    """Return whether rows have been overwritten that n tokens would see."""
+    if not _overwrites(session):
         return False
     return bool(n and (session.history.pending or not session.bank.holds(n)))
 
@@ -163,8 +168,7 @@ def tokens_again(session: SessionState, n: int) -> int:
 
 def _loadable(session: SessionState, point: Savepoint) -> bool:
     """Return whether the session can return to a savepoint without what came before it."""
-    windows = session.loaded.config.local_layers
-    return session.history.loadable(point) and (not windows or session.bank.holds(point.length))
+    return session.history.loadable(point) and session.bank.holds(point.length)
 
 
 def rows_lost(session: SessionState, needs: Needs, n: int) -> bool:

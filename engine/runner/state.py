@@ -13,6 +13,7 @@ from engine.bank.base import Bank
 from engine.bank.chunk_bank import ChunkBank
 from engine.bank.device import DeviceBank
 from engine.bank.host.tiered import TieredBank
+from engine.bank.near.near_bank import NearBank
 from engine.bank.query_ring import QueryRing
 from engine.bank.recurrent.savepoints import Savepoints
 from engine.bank.row_origins import RowOrigins, Span
@@ -214,6 +215,8 @@ class SessionState:
             sizes = dict(span=span, chunk=planner.chunk)
             return ChunkBank(config, self.capacity, dtype, device, **sizes)
         given = config, plan, self.capacity, dtype, device
+        if needs.near is not None:
+            return NearBank(*given, needs.near, chunk=planner.chunk)
         if placement is None:
             return DeviceBank(*given, chunk=planner.chunk)
         return TieredBank(*given, placement, loaded.host_pool, planner.backend)

@@ -267,7 +267,7 @@ class BlockCache:
 
     def storing(self, session: SessionState) -> Iterator[None]:
         """As `store`, one block after the other."""
-        if unfit(session.planner) or session.bank.forgets:
+        if unfit(session.planner) or session.bank.lacks:
             return
         written, blocks = 0, _blocks(session.loaded, session.ids, session.origins)
         for number, block in enumerate(blocks):

@@ -67,6 +67,11 @@ def require_savable(session: SessionState) -> None:
                 f"save: found {waits or len(session)} tokens of {name} that are not cut yet, "
                 "expected a store; let it answer first"
             )
+    elif needs.near is not None:
+        raise SettingError(
+            f"save: found {name} with forget=True, whose keys of distant tokens are gone; use "
+            "forget=False, whose bank has them all"
+        )
     elif needs.history != "bank":
         raise SettingError(
             f"save: found a session of {name}, which keeps a store of its own beside the "

@@ -113,7 +113,7 @@ class Session(SessionState):
             )
         if self.ids:
             method.validate_prompt(0, self.history.prompt_length or len(self.ids))
-            if not self.bank.forgets:
+            if not self.bank.lacks:
                 method.validate_switch(len(self.ids))
         placement = None
         if (self.bank.tiered and plan.sparse_layers) or self.reads_again(method):
@@ -136,7 +136,7 @@ class Session(SessionState):
         """
         self.require_open()
         _, needs = self._with(method)
-        return len(self.ids) if needs.forgets and not self.bank.forgets else 0
+        return len(self.ids) if needs.lacks and not self.bank.lacks else 0
 
     def _with(self, method: Method) -> tuple[Method, Needs]:
         """A method as this session's model resolves it, and what it needs here."""

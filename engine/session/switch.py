@@ -12,6 +12,7 @@ import torch
 
 from engine.bank.base import Bank
 from engine.bank.chunk_bank import ChunkBank
+from engine.bank.near.near_bank import NearBank
 from engine.base.checks import callables
 from engine.base.interrupts import complete
 from engine.exact.runner import runner_of
@@ -49,12 +50,12 @@ def switch(
     callables(progress=progress)
     # not exclusive(): tensors that are made here are written to outside inference mode too
     with session.loaded.busy():
-        again = session.bank.forgets and method != session.method
+        again = session.bank.lacks and method != session.method
         if not again or session.history.pending is None:
             replay(session, progress)
         old, needs = session.bank, _needs(session, method, plan)
         again = again or reads_again(session, method, needs)
-        if needs.forgets != old.forgets or (again and old.forgets):
+        if needs.lacks != old.lacks or (again and old.lacks):
             bank = session.new_bank(plan, needs, placement)
         else:
             bank = old.relayout(plan, placement)
@@ -89,7 +90,7 @@ def reads_again(session: SessionState, method: Method, needs: Needs) -> bool:
     if method == session.method:
         return False
     kept = needs.history != "store" or not rows_lost(session, needs, len(session.ids))
-    return session.bank.forgets or not kept
+    return session.bank.lacks or not kept
 
 
 def _needs(session: SessionState, method: Method, plan: LayerPlan) -> Needs:
@@ -101,9 +102,12 @@ def _brought(
     session: SessionState, runner: StepRunner, progress: Progress | None
 ) -> list[Savepoint]:
     """Bring a new runner to the session's length, as `switched`; one that forgets makes its store
-    of the rows of the session's bank.
+    of the rows of the session's bank, or copies those that it keeps.
     """
     bank, old, n = runner.bank, session.bank, len(session.committed)
+    if isinstance(bank, NearBank) and bank is not old:
+        with torch.inference_mode():
+            bank.copy_from(old, n)
     if not isinstance(bank, ChunkBank) or old.forgets:
         return switched(session, runner, progress)
     bank.read_from(old)

@@ -8,7 +8,8 @@ between them, the logits of the block's lowest layer serve, with the layer's own
 are merged by the exact gate g = sum exp(proximal) / sum exp(all). Distant K of the layers above a
 block's lowest are never read. Published models are trained so; this one is measured without, hence
 the name. `python -m tools.calibrate.pod_groups` finds the layers of a block. Prompts are read the
-same way, chunk by chunk, and the result does not depend on the chunks.
+same way, chunk by chunk, and the result does not depend on the chunks. With `forget` those K are
+not held either (engine/bank/near/near_bank.py).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Any
 import torch
 
 from engine.bank.base import Bank, Step
-from engine.base.checks import fraction, integer, is_integer
+from engine.base.checks import boolean, fraction, integer, is_integer
 from engine.base.errors import SettingError
 from engine.methods.base import Method, Runtime, Setup
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan, single_layer_groups
-from engine.plan.needs import Needs
+from engine.plan.needs import NearKeys, Needs
 from kernels.prefill.merge import merge
 from kernels.rows.forms import floats, key_floats
 
@@ -33,6 +34,7 @@ from kernels.rows.forms import floats, key_floats
 QUERIES, ROWS = 256, 2048
 
 Part = tuple[torch.Tensor, torch.Tensor]  # (out [.., D], log-sum-exp [..]), float32
+HeadKeys = Callable[[int, int, int, int], list[tuple[int, torch.Tensor]]]  # Bank.head_keys
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,15 @@ class PodUntrained(Method):
     first, recent: proximal tokens. skip: tau of the paper; where the gate would be at least this,
     the distant part is not read (it is known from the block's lowest layer); 1.0 never skips. Over
     a group nothing is reduced: query heads share with the same query head of the lower layer, and a
-    K/V head's blocks hold for its whole group.
+    K/V head's blocks hold for its whole group. forget: hold no distant K that no layer reads; going
+    back further than a ring of the newest does, and another method, read the tokens again.
     """
 
     blocks: tuple | None = None
     first: int = 16
     recent: int = 4080
     skip: float = 1.0
+    forget: bool = False
 
     def __post_init__(self) -> None:
         if self.blocks is not None:
@@ -56,10 +60,12 @@ class PodUntrained(Method):
         integer("first", self.first, 0)
         integer("recent", self.recent, 1)
         fraction("skip", self.skip)
+        boolean("forget", self.forget)
 
     @property
     def cannot_draft(self) -> str:
-        return ""
+        freed = self.forget and self.blocks is not None
+        return "it frees keys that full attention reads (forget=False keeps them)" if freed else ""
 
     @property
     def name(self) -> str:
@@ -86,7 +92,19 @@ class PodUntrained(Method):
         ]
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
-        return Needs(own_prompts=self.blocks is not None)
+        near = self.near_keys(config) if self.forget and self.blocks is not None else None
+        return Needs(own_prompts=self.blocks is not None, near=near)
+
+    def near_keys(self, config: ModelConfig) -> NearKeys | None:
+        """The K/V heads of each layer whose distant K no layer reads; None where there are none."""
+        heads: list[set[int]] = [set(range(config.num_kv_heads)) for _ in range(config.num_layers)]
+        for layer, lows in enumerate(self.lowest(config)):
+            # rows that several layers read are whole where one of them reads them so
+            heads[config.rows_of(layer)] -= {h for h, low in enumerate(lows) if low == layer}
+            if config.rows_of(layer) != layer:
+                heads[layer] = set()
+        near = tuple(tuple(sorted(found)) for found in heads)
+        return NearKeys(self.first, self.recent, near) if any(near) else None
 
     def runtime(self, setup: Setup) -> Runtime:
         return PodRuntime(self, setup)
@@ -152,32 +170,31 @@ class PodRuntime(Runtime):
             self.shared[layer] = q, None
             return dense()
         out, far = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
-        (k, v), group = bank.kv(layer), q.shape[2] // len(lows)
-        if bank.on_host(layer):  # such views hold until a lower layer's K is asked for
-            k, v = k.clone(), v.clone()
+        keys, values = self._rows(bank, layer)
+        group = q.shape[2] // len(lows)
         for b in range(len(q)):
-            sink, recent, distant = proximal_spans(
+            *near_spans, distant = proximal_spans(
                 positions[b], self.method.first, self.method.recent
             )
             for head, low in enumerate(lows):
-                heads, own = slice(head * group, (head + 1) * group), slice(head, head + 1)
-                keys, values = k[b, own], v[b, own]
+                heads, v = slice(head * group, (head + 1) * group), values[b, head : head + 1]
+                asked, known = q[b, :, heads], None
                 near, near_lse = merge(
                     [
-                        attend_span(q[b, :, heads], keys, values, *span, self.scale)
-                        for span in (sink, recent)
+                        part
+                        for span in near_spans
+                        for part in self._span(asked, keys, v, (b, layer, head), span)
                     ],
                     torch.float32,
                 )
-                asked, known = q[b, :, heads], None
                 if low < layer:
                     lower, lse = self.shared[low]
-                    keys = bank.kv(low)[0][b, own]
                     asked = lower[b, -q.shape[1] :, heads]
                     known = None if lse is None else lse[b, -q.shape[1] :, heads]
                 skip = self._skip(near_lse, known)
                 if skip is None or not skip.all():
-                    part = attend_span(asked, keys, values, *distant, self.scale)
+                    given = (bank.head_keys, low) if low < layer else (keys, layer)
+                    (part,) = self._span(asked, given[0], v, (b, given[1], head), distant)
                     far[b, :, heads] = part[1]
                     mixed = merge([(near, near_lse), part], torch.float32)[0]
                     near = mixed if skip is None else torch.where(skip.unsqueeze(-1), near, mixed)
@@ -185,6 +202,33 @@ class PodRuntime(Runtime):
         if layer in self.used:
             self.shared[layer] = q, far if judged else None
         return out
+
+    def _rows(self, bank: Bank, layer: int) -> tuple[HeadKeys, torch.Tensor]:
+        """A layer's K, by (layer, head, first position, one past the last), and V."""
+        if not bank.on_host(layer):
+            return bank.head_keys, bank.values(layer)
+        # such views hold until a lower layer's K is asked for
+        k, v = (rows.clone() for rows in bank.kv(layer))
+        return lambda _, head, first, stop: [(first, k[:, head : head + 1, first:stop])], v
+
+    def _span(
+        self,
+        q: torch.Tensor,
+        keys: HeadKeys,
+        v: torch.Tensor,
+        whose: tuple[int, int, int],
+        span: tuple[torch.Tensor, torch.Tensor],
+    ) -> list[Part]:
+        """`attend_span` of q [C, G, D] in the parts in which K of `whose` (sequence, layer, K/V
+        head) lies; v [1, T, D].
+        """
+        (b, layer, head), (low, high) = whose, span
+        found = []
+        for at, k in keys(layer, head, int(low.min()), int(high.max())):
+            count = k.shape[2]
+            seen = [(bound - at).clamp(0, count) for bound in span]
+            found.append(attend_span(q, k[b], v[:, at : at + count], *seen, self.scale))
+        return found
 
     def _skip(self, near: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor | None:
         """Which (query, head) pairs skip their distant part: bool [C, G]; None where tau has
@@ -220,7 +264,8 @@ def proximal_spans(
 
 def lowest_layers(blocks: tuple | None, config: ModelConfig) -> list[tuple[int, ...]]:
     """Per layer of a model, the lowest layer of the block that each K/V head is in, by blocks as
-    `checked_blocks` returns them (None: every layer alone). Raises SettingError for another model's.
+    `checked_blocks` returns them (None: every layer alone). Raises SettingError for those of
+    another model.
     """
     layers, heads = config.num_layers, config.num_kv_heads
     if blocks is None:

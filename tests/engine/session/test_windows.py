@@ -261,6 +261,7 @@ def test_methods_that_know_no_windows_say_why_not(llm):
         if issubclass(kind, Evicting) and name not in (
             "duo",
             "kvzip",
+            "pod_snapkv",
             "razor",
         ):  # tests/engine/methods/test_windowed_evicting.py
             with llm.session(kind()) as session:
