@@ -46,6 +46,8 @@ _HOMES = {
     "Exact": "engine.methods.exact",
     "Full": "engine.methods.full",
     "OmniKV": "engine.methods.omnikv.method",
+    "OracleTopK": "engine.methods.oracle.topk",
+    "RandomTopK": "engine.methods.oracle.random_topk",
     "InfLLM": "engine.methods.select.infllm",
     "MInference": "engine.methods.select.minference",
     "PodUntrained": "engine.methods.select.pod",

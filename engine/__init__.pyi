@@ -34,6 +34,8 @@ from engine.methods.exact import Exact as Exact
 from engine.methods.full import Full as Full
 from engine.methods.omnikv.method import OmniKV as OmniKV
 from engine.methods.prompts.quoka import QuoKA as QuoKA
+from engine.methods.oracle.random_topk import RandomTopK as RandomTopK
+from engine.methods.oracle.topk import OracleTopK as OracleTopK
 from engine.methods.select.infllm import InfLLM as InfLLM
 from engine.methods.select.minference import MInference as MInference
 from engine.methods.select.pod import PodUntrained as PodUntrained

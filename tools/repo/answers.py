@@ -52,6 +52,8 @@ SETTINGS = {
     "infllm": [dict(block=8, init=8, local=64, topk=9, representatives=2, cached=12, chunk=32)],
     "quest": [dict(tokens=80, page=8, gqa_reduce="sum"), dict(share=0.2)],
     "tidaldecode": [dict(tokens=64), dict(share=0.1, gqa_reduce="max", correction_layer=5)],
+    "oracle_topk": [dict(tokens=64, tail=64), dict(share=0.1, granularity="query_head")],
+    "random_topk": [dict(tokens=64, granularity="kv_head")],
     "minference": [{}],
     "quoka": [dict(tokens=64, queries=4, block=32)],
     "duo": [dict(gates=((0.9, 0.1), (0.2, 0.8)) * 4, sinks=16, recent=64)],

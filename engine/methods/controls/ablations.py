@@ -11,7 +11,8 @@ from typing import cast
 
 import torch
 
-from engine.bank.base import Bank, SparseRows, Step
+from engine.bank.base import Bank, Step
+from engine.bank.brought import Brought
 from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.omnikv.method import OmniKV
@@ -76,7 +77,7 @@ class PerLayerRuntime(OmniKVRuntime):
     def attend_sparse(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """A layer in host memory comes over once, for its scores and for what they choose."""
         if step.bank.on_host(layer):
-            brought = cast(Bank, _Brought(*step.bank.kv(layer, step.bucket)))
+            brought = cast(Bank, Brought(*step.bank.kv(layer, step.bucket)))
             step = replace(step, bank=brought)
             self.attend_and_select(layer, q, step)
         elif not self._select_alone(layer, q, step):
@@ -98,35 +99,6 @@ class PerLayerRuntime(OmniKVRuntime):
             scores[:, : self.method.sink] = float("inf")
         self.choose(self._group(layer), scores, step)
         return True
-
-
-class _Brought:
-    """A layer that lies on the device whole for now: what a step asks of a bank of it. k, v [1,
-    Hkv, T, D] views.
-    """
-
-    def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._rows = k, v
-
-    def kv(self, layer: int, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Its K and V; a caller looks at no more than it may see."""
-        return self._rows
-
-    def must_stream(self, layer: int, backend: str) -> bool:
-        """Whether it comes in blocks: it is there."""
-        return False
-
-    def selected(
-        self,
-        layer: int,
-        index: torch.Tensor,
-        counts: torch.Tensor,
-        tail_start: torch.Tensor,
-        step: Step,
-        fetched: bool = True,
-    ) -> SparseRows:
-        """As Bank.selected."""
-        return SparseRows(*self._rows, index, counts, tail_start, step.visible)
 
 
 @dataclass(frozen=True)

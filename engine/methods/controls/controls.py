@@ -17,13 +17,10 @@ from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.omnikv.runtime import OmniKVRuntime
-from engine.methods.random_bits import mix
+from engine.methods.random_bits import draw, factors, numbers
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
-
-TOP_BITS = 29  # of a random number that make a score: all float32 bits below 2.0 and normal
-NORMAL = 1 << TOP_BITS
 
 
 @dataclass(frozen=True)
@@ -138,19 +135,13 @@ class NewestRuntime(UnscoredRuntime):
 
 
 class RandomRuntime(UnscoredRuntime):
-    """The score of a token is its own random number times an odd one of the step and group, modulo
-    2^32: uniform and independent from token to token, and nearly so from step to step.
-
-    Buffer: numbers [capacity] int32. Of two equal scores (one pair in half a billion) the lower
-    position wins.
-    """
+    """Buffer: numbers [capacity] int32, of which every step and group makes its scores."""
 
     method: OmniKVRandom
 
     def __init__(self, method: OmniKVRandom, setup: Setup):
         super().__init__(method, setup)
-        positions = torch.arange(self.scores.shape[1], device=setup.device)
-        self.numbers = mix(positions + _offset(method.seed, 0)).to(torch.int32)
+        self.numbers = numbers(method.seed, self.scores.shape[1], setup.device)
 
     @property
     def nbytes(self) -> int:
@@ -158,17 +149,7 @@ class RandomRuntime(UnscoredRuntime):
 
     def rank(self, group: int, scores: torch.Tensor, step: Step) -> None:
         """In place, as int32: no temporary grows with the context."""
-        offset = _offset(self.method.seed, 1 + group)
-        factor = mix(step.visible.long() + offset).bitwise_or_(1).to(torch.int32)
-        bits = scores.view(torch.int32)
-        torch.mul(self.numbers[: step.bucket], factor[:, None], out=bits)
-        # the high bits: a product's low ones depend on low ones only
-        bits.bitwise_right_shift_(32 - TOP_BITS).bitwise_and_(NORMAL - 1).add_(NORMAL)
-
-
-def _offset(seed: int, stream: int) -> int:
-    """Where a seed's numbers of one stream begin; they are 2^32 long."""
-    return ((seed * 0x27D4EB2F + stream * 0x165667B1) % (1 << 30)) << 32
+        draw(self.numbers[: step.bucket], factors(step.visible, self.method.seed, group), scores)
 
 
 def _refuse(method: OmniKV, *fields: str) -> None:

@@ -55,6 +55,8 @@ from engine.methods.evict.zigzagkv import ZigZagKV
 from engine.methods.full import Full
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.prompts.quoka import QuoKA
+from engine.methods.oracle.random_topk import RandomTopK
+from engine.methods.oracle.topk import OracleTopK
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.minference import MInference
 from engine.methods.select.pod import PodUntrained
@@ -156,6 +158,10 @@ class Length:
     def visible(self):
         """Rows that the step sees, [1] int32."""
         return torch.tensor([self.n], dtype=torch.int32)
+
+    def tail_start(self, tail):
+        """Where the tail begins, [1] int32."""
+        return tail_start(self.visible, tail)
 
 
 def duo_gates(layers=7, kv_heads=2):
@@ -551,6 +557,30 @@ ROWS = (
         (TidalDecode(tokens=20), TidalDecode(share=0.1, gqa_reduce="max", correction_layer=5)),
         rows_by_head,
         selects=True,
+    ),
+    Row(
+        "oracle_topk",
+        OracleTopK(tokens=CAPACITY),
+        (
+            OracleTopK(tokens=20, tail=64),
+            OracleTopK(share=0.1, granularity="kv_head", dense_layers=0),
+            OracleTopK(tokens=20, granularity="query_head", sparse_layers=(1, 4)),
+        ),
+        rows_by_head,
+        selects=True,
+        scans=True,
+    ),
+    Row(
+        "random_topk",
+        RandomTopK(tokens=CAPACITY, granularity="kv_head"),
+        (
+            RandomTopK(tokens=20, tail=64),
+            RandomTopK(share=0.1, granularity="kv_head", seed=7),
+            RandomTopK(tokens=20, granularity="query_head", dense_layers=0),
+        ),
+        rows_by_head,
+        random=True,
+        without={"U8": "it chooses by chance, whatever the scores"},
     ),
 )
 

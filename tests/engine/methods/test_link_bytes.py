@@ -7,7 +7,7 @@ rows of a ring counted as if they had come over the link; a plan that promises l
 
 import pytest
 
-from engine import MInference, Quest, TidalDecode
+from engine import MInference, OracleTopK, Quest, RandomTopK, TidalDecode
 from engine.methods.controls.ablations import OmniKVPerLayer
 from engine.plan.layers import tail_start
 from engine.plan.placement import part_bytes
@@ -22,10 +22,12 @@ CHOOSING = [
     TidalDecode(tokens=20),
     TidalDecode(share=0.1, gqa_reduce="all", correction_layer=5),
     TidalDecode(tokens=1, gqa_reduce="max"),
+    RandomTopK(tokens=20, granularity="query_head"),
 ]
 WHOLE = [
     OmniKVPerLayer(**SPARSE),
     OmniKVPerLayer(selector="uniform", window=8, **SPARSE),
+    OracleTopK(tokens=20, granularity="kv_head"),
     MInference(("vertical_slash", 30, 100)),
     MInference(("a_shape", 10, 20)),
 ]
@@ -57,7 +59,7 @@ def steps(session, count):
 @pytest.mark.parametrize(
     ("shape", "backend"), [(SHAPES[0], "reference"), (SHAPES[1], "auto"), (SHAPES[2], "auto")]
 )
-@pytest.mark.parametrize("method", CHOOSING, ids=lambda m: f"{m.name}-{m.gqa_reduce}")
+@pytest.mark.parametrize("method", CHOOSING, ids=lambda m: f"{m.name}-{m.tokens}")
 def test_a_step_brings_what_any_head_chose_once(method, shape, backend):
     """And no more than the plan promised; the first step after a prompt has the extremes of the
     model's last layer to learn.
