@@ -213,6 +213,7 @@ def merge_kernel(
     span,
     packed,
     SPARSE: tl.constexpr,
+    EACH: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
     LAST: tl.constexpr,
@@ -236,7 +237,8 @@ def merge_kernel(
     c = tl.program_id(1)
     b = tl.program_id(2)
     if SPARSE:
-        _, _, rows, per = sparse_extent(counts, tail_start, lengths, b, splits, SPLIT, BLOCK)
+        own = pair if EACH else b
+        _, _, rows, per = sparse_extent(counts + own, tail_start, lengths, b, splits, SPLIT, BLOCK)
         used = tl.cdiv(rows, per)
     else:
         used = tl.cdiv(tl.load(lengths + b), SPLIT)
@@ -301,6 +303,7 @@ def merge(
             span,
             packed,
             SPARSE=counts is not None,
+            EACH=counts is not None and counts.dim() == 2,
             SPLIT=split,
             BLOCK=block,
             LAST=last,

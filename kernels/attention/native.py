@@ -89,6 +89,7 @@ def attend(
     narrow: bool = False,
     stop: int | None = None,
     unit: int = 1,
+    each: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with Q <= 8 new queries to `kept` rows of an index and then to the rows from `start`.
 
@@ -99,9 +100,11 @@ def attend(
     elements, or None: takes the scaled and capped logits of the last query, [H, visited]. parts:
     float32 of at least `part_floats` elements, or None, which allocates. stop: rows that there are.
     unit: rows in turn that an entry of the index stands for, from that many times it on; `kept`
-    counts rows. narrow: out is rounded to q's dtype. Returns (out [Q, H, D], lse [Q, H]), float32,
-    both with the sinks; a query that sees nothing gets 0 and -inf. Mutates logits and parts. Raises
-    ValueError for a dtype that this build lacks, MemoryError where its queries find no room.
+    counts rows. each: int64, contiguous, one of each head of the index: how many of its first rows
+    a head reads, `kept` being the most; None: all do. narrow: out is rounded to q's dtype. Returns
+    (out [Q, H, D], lse [Q, H]), float32, both with the sinks; a query that sees nothing gets 0 and
+    -inf. Mutates logits and parts. Raises ValueError for a dtype that this build lacks, MemoryError
+    where its queries find no room.
     """
     library = loaded()
     queries, heads, dim = q.shape
@@ -121,13 +124,15 @@ def attend(
     needed = part_floats(units, queries * group, dim, visited)
     if parts is None or parts.numel() < needed:
         parts = torch.empty(needed)
+    lengths = None if each is None else each + (rows - start)
     call = _Call(
         folded.data_ptr(), k.data_ptr(), v.data_ptr(),
         k.stride(0) * size, k.stride(1) * size, v.stride(0) * size, v.stride(1) * size,
         None if index is None else index.data_ptr(),
         0 if index is None or len(index) == 1 else index.stride(0),
         out.data_ptr(), lse.data_ptr(), parts.data_ptr(),
-        None if logits is None else logits.data_ptr(), visited, None, None, None,
+        None if logits is None else logits.data_ptr(), visited,
+        None, None if lengths is None else lengths.data_ptr(), None,
         units, queries, group, dim, kept, start, visited, SPLIT, torch.get_num_threads(),
         units // kv_heads, scale, softmax.cap, unit,
     )  # fmt: skip
@@ -230,10 +235,13 @@ def attend_chosen(
     they lie. parts, unit: as in `attend`; counts are of entries. Returns out [B, Q, H, D] in
     q.dtype. Raises what `attend` does.
     """
-    found, sizes = [], zip(counts.tolist(), tail_start.tolist(), lengths.tolist())
+    by_head = counts.dim() == 2
+    most = counts.amax(1) if by_head else counts
+    found, sizes = [], zip(most.tolist(), tail_start.tolist(), lengths.tolist())
     for b, (kept, start, n) in enumerate(sizes):
         some = q[b], k[b], v[b], scale, index[b] if kept else None, kept * unit, start
-        out, _ = attend(*some, None, softmax, parts, narrow=True, stop=n, unit=unit)
+        each = counts[b].long() * unit if by_head and kept else None
+        out, _ = attend(*some, None, softmax, parts, True, n, unit, each)
         found.append(out)
     return found[0][None] if len(found) == 1 else torch.stack(found)
 
@@ -385,6 +393,7 @@ def _attention() -> Iterator[Case]:
             some = wide_k[head // 3, None, rows], wide_v[head // 3, None, rows]
             expected, _ = attend_alone(wide_q[1:, head : head + 1], *some, [9], 0.125)
             yield f"a head's own rows in {dtype}", found[:, head : head + 1], expected, dtype
+        yield _different_counts(q, k, v)
         tables = torch.tensor([[7, 300], [290, 33]])
         own = attend_own_rows(
             q[None, 1:], k.flatten(0, 1), v.flatten(0, 1), tables[0], tables[1], 290, 0.125
@@ -396,6 +405,24 @@ def _attention() -> Iterator[Case]:
             expected, _ = attend_alone(wide_q[1:, mine], rows_k, rows_v, [n], 0.125)
             yield f"heads that hold different counts in {dtype}", own[0, :, mine], expected, dtype
         yield from _weighted_rows(q[None, 1:], k, v)
+
+
+def _different_counts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Case:
+    """Two heads that choose 5 and 33 rows, and a tail."""
+    lists = torch.arange(0, 132, 2, dtype=torch.int32).view(1, 2, 33)
+    counts, limits = torch.tensor([[5, 33]]), [torch.tensor([n]) for n in (150, 300)]
+    found = attend_chosen(q[None], k[None], v[None], lists, counts, *limits, 0.125)[0]
+    expected = []
+    for head, (count, rows) in enumerate(zip((5, 33), lists[0].long())):
+        rows = torch.cat([rows[:count], torch.arange(150, 300)])
+        some = q[:, 3 * head : 3 * head + 3].float(), *(t[head, None, rows].float() for t in (k, v))
+        expected.append(attend_alone(*some, [len(rows) - 1, len(rows)], 0.125)[0])
+    return (
+        f"heads that choose different counts in {q.dtype}",
+        found,
+        torch.cat(expected, 1),
+        q.dtype,
+    )
 
 
 def _weighted_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[Case]:

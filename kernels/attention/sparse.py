@@ -4,6 +4,8 @@ one pass, which reads them by index, in place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kernels.attention.cpu import attend_sequence, split_rows, token_rows
@@ -52,6 +54,10 @@ def decode_sparse_ref(
     """Reference of `decode_sparse`, same arguments; gathers the chosen rows in ascending order,
     then the tail, then attends.
     """
+    if counts.dim() == 2:
+        return _by_head(
+            decode_sparse_ref, q, k, v, index, counts, tail_start, lengths, scale, softmax
+        )
     batch, queries, heads, _ = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
@@ -100,11 +106,20 @@ def decode_sparse(
 
     q [B, Q, H, D]; k, v [B, Hkv, T, D] views of any strides, last dim contiguous; index [B, 1 or
     Hkv, K] int32: the first counts[b] entries are ascending, distinct and below tail_start[b], the
-    rest is ignored; counts, tail_start, lengths [B] int32: lengths counts the rows visible to the
-    LAST query (query j sees Q-1-j fewer of the tail). scratch: None allocates. softmax: a cap on
-    logits, and sinks. Visits rows in ascending order. Returns out [B, Q, H, D] in q.dtype. Mutates
-    scratch. Raises ValueError for an unknown backend or too small a scratch.
+    rest is ignored; counts [B] int32, or [B, Hkv] contiguous beside an index of as many heads, of
+    which each has its own number of entries; tail_start, lengths [B] int32: lengths counts the rows
+    visible to the LAST query (query j sees Q-1-j fewer of the tail). scratch: None allocates.
+    softmax: a cap on logits, and sinks. Visits rows in ascending order. Returns out [B, Q, H, D] in
+    q.dtype. Mutates scratch. Raises ValueError for an unknown backend, counts of other heads than
+    the index has, or too small a scratch.
     """
+    if counts.dim() == 2 and counts.shape[1] != index.shape[1]:
+        raise ValueError(
+            f"decode_sparse: found counts of {counts.shape[1]} heads beside an index of "
+            f"{index.shape[1]}, expected as many"
+        )
+    if counts.dim() == 2 and counts.shape[1] == 1:
+        counts = counts[:, 0].contiguous()
     chosen = choose(backend, q, lambda: attends(k, v, q.shape[3]))
     if chosen == "native":
         parts = None if scratch is None else scratch.part
@@ -136,8 +151,12 @@ def decode_sparse_cpu(
 
     Gathers K and V into scratch, then attends to them as one short sequence. A token-major bank
     gathers whole rows (`token_rows`), any other layout a row per kv head. Nothing is gathered where
-    nothing was chosen.
+    nothing was chosen. Heads of different counts attend one after the other: a product has rows of
+    one count.
     """
+    if counts.dim() == 2:
+        given = index, counts, tail_start, lengths, scale, softmax, scratch
+        return _by_head(decode_sparse_cpu, q, k, v, *given)
     out, batch = torch.empty_like(q), len(q)
     kv_heads = k.shape[1]
     width = kv_heads * (k.shape[3] + v.shape[3])
@@ -168,6 +187,30 @@ def decode_sparse_cpu(
                     torch.index_select(bank[h], 0, at, out=found[h, :kept])
                     found[h, kept:].copy_(bank[h, start:n])
         out[b], _ = attend_sequence(q[b], rows_k, rows_v, scale, blocks, softmax)
+    return out
+
+
+def _by_head(
+    decode: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    counts: torch.Tensor,
+    tail_start: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    softmax: Softmax,
+    scratch: Scratch | None = None,
+) -> torch.Tensor:
+    """`decode` of each K/V head by itself, with its own counts [B]."""
+    out, group = torch.empty_like(q), q.shape[2] // k.shape[1]
+    more = {} if scratch is None else {"scratch": scratch}
+    for h in range(k.shape[1]):
+        own, mine = slice(h, h + 1), slice(h * group, (h + 1) * group)
+        rows = q[:, :, mine], k[:, own], v[:, own], index[:, own], counts[:, h]
+        given = dict(softmax=softmax.of_heads(mine), **more)
+        out[:, :, mine] = decode(*rows, tail_start, lengths, scale, **given)
     return out
 
 
@@ -211,6 +254,7 @@ def sparse_kernel(
     sih,
     kv_heads,
     queries,
+    EACH: tl.constexpr,
     QT: tl.constexpr,
     G: tl.constexpr,
     M: tl.constexpr,
@@ -227,16 +271,18 @@ def sparse_kernel(
 ):
     """Attend to one split of the visited rows (chosen, then tail) under one kv head.
 
-    Grid as in `dense_kernel`. The bank rows of a tile are known one iteration ahead (loop-carried):
-    only then does the compiler pipeline the K and V loads.
+    Grid as in `dense_kernel`. EACH: whether every head has a count of its own. The bank rows of a
+    tile are known one iteration ahead (loop-carried): only then does the compiler pipeline the K
+    and V loads.
     """
     wait_for_last_kernel(DEPENDENT)
     s = tl.program_id(0)
     h = tl.program_id(1) // tl.cdiv(queries, QT)
     first_query = tl.program_id(1) % tl.cdiv(queries, QT) * QT
     b = tl.program_id(2)
+    own = b * kv_heads + h if EACH else b
     kept, start, visited, per = sparse_extent(
-        counts, tail_start, lengths, b, tl.num_programs(0), SPLIT, BLOCK
+        counts + own, tail_start, lengths, b, tl.num_programs(0), SPLIT, BLOCK
     )
     first = s * per
     used = tl.maximum(tl.cdiv(visited, per), 1)
@@ -343,6 +389,7 @@ def decode_sparse_triton(
         sih,
         kv_heads,
         queries,
+        EACH=counts.dim() == 2,
         SPLIT=split,
         BLOCK=block,
         **softmax.launch(),

@@ -152,11 +152,12 @@ def store_partial(part, lse, slot, r, d, live, m, total, acc, D: tl.constexpr):
 
 @triton.jit
 def sparse_extent(counts, tail_start, lengths, b, splits, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Measure sequence b: (chosen rows, first tail row, all rows, rows per split).
+    """Measure sequence b: (chosen rows, first tail row, all rows, rows per split). counts: where
+    the number of its chosen rows is, or of one head's.
 
     A tail beyond TAIL_ROOM lengthens the splits.
     """
-    kept = tl.load(counts + b)
+    kept = tl.load(counts)
     start = tl.load(tail_start + b)
     rows = kept + tl.load(lengths + b) - start
     return kept, start, rows, tl.maximum(SPLIT, tl.cdiv(tl.cdiv(rows, splits), BLOCK) * BLOCK)

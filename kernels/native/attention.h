@@ -250,7 +250,8 @@ struct Call {
     float *logits;                                  // [heads][group][ahead], of the last query, or NULL
     long ahead;
     // [heads] each, in place of `start` and `visited`, of which the latter is the most then, where heads
-    // have rows of their own in one run of them; or NULL
+    // have rows of their own in one run of them; or NULL. lengths beside an index: so many rows a head
+    // reads, of which the last visited - kept are from `start` on
     const int64_t *starts, *lengths;
     const float *logs;  // added to the logit of each row of that run, or NULL
     int heads, queries, group, dim, kept, start, visited, split, threads;
@@ -262,6 +263,11 @@ struct Call {
 
 // Rows that a head's last query sees.
 inline int seen(const Call &c, int head) { return c.lengths ? (int)c.lengths[head] : c.visited; }
+
+// Rows of an index that a head reads.
+inline int chosen(const Call &c, int head) {
+    return c.index && c.lengths ? seen(c, head) - (c.visited - c.kept) : c.kept;
+}
 
 inline int splits_of(const Call &c, int rows) { return (rows + c.split - 1) / c.split; }
 
@@ -275,7 +281,7 @@ static void attend_split(const Call &c, int head, int s) {
     float *bests = part + (long)rows * c.dim, *sums = bests + rows;
     const int lies = head / c.shared;
     const Run run = {c.k + lies * c.key_head, c.v + lies * c.value_head, c.key_row, c.value_row,
-                     c.index ? c.index + head * c.index_head : nullptr, c.kept,
+                     c.index ? c.index + head * c.index_head : nullptr, chosen(c, head),
                      c.starts ? (int)c.starts[head] : c.start, c.unit};
     const int last = (c.queries - 1) * c.group;
     Decoded<K> keys;

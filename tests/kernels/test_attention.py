@@ -80,6 +80,9 @@ def test_dense_two_merge_levels_give_the_same_bits(monkeypatch):
         ([33], [64], dict(head_dim=320, group=32, kv_heads=1, dtype=F16, layout="heads")),
         ([0], [1100], dict(kv_heads=1, head_dim=32)),
         ([300, 5], [1500, 2], dict(kv_heads=1, head_dim=32, budget=400)),
+        ([[1, 70], [33, 0]], [3, 20], dict(head_dim=32, group=1)),
+        ([[0, 130, 64, 1]], [5], dict(kv_heads=4, head_dim=32, group=4, queries=3, dtype=BF16)),
+        ([[300, 9], [1, 17]], [1300, 2], dict(head_dim=16, group=8, budget=320)),
     ],
 )
 def test_sparse(counts, tails, shape):

@@ -52,6 +52,29 @@ def test_sparse_at_seams(count, tail, group, queries, dtype, per_head):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    counts=st.lists(st.tuples(*[st.sampled_from(SEAMS)] * 2), min_size=1, max_size=2),
+    tail=st.sampled_from([1, 255]),
+    group=st.sampled_from([1, 4, 8]),
+    queries=st.sampled_from([1, 3]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_heads_that_choose_different_counts(backend, counts, tail, group, queries, dtype):
+    tails = [max(tail, queries)] * len(counts)
+    shape = 2, group, queries, 32, dtype, "tokens"
+    check_sparse("cpu", backend, [list(some) for some in counts], tails, *shape)
+
+
+def test_counts_of_other_heads_are_refused():
+    q, k = torch.randn(1, 1, 4, 16), torch.randn(1, 2, 9, 16)
+    index, one = torch.zeros(1, 1, 3, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    counts = torch.ones(1, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="found counts of 2 heads beside an index of 1"):
+        decode_sparse(q, k, k, index, counts, one, one, 0.25)
+
+
 def test_results_do_not_depend_on_threads():
     k, v = torch.randn(2, 3, 3 * SPLIT + 5, 64).bfloat16()
     q, before, found = torch.randn(2, 12, 64).bfloat16(), torch.get_num_threads(), []

@@ -9,6 +9,8 @@ chosen) hold NaN, so a stray read shows in the result.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -42,7 +44,7 @@ def make_bank(
     return rows.to(dtype).to(device).unbind(0)
 
 
-def ints(values: list[int], device: str) -> torch.Tensor:
+def ints(values: Sequence[Any], device: str) -> torch.Tensor:
     """Make an int32 tensor on the device."""
     return torch.tensor(values, dtype=torch.int32, device=device)
 
@@ -236,7 +238,7 @@ def check_window(
 def check_sparse(
     device: str,
     backend: str,
-    counts: list[int],
+    counts: list[int] | list[list[int]],
     tails: list[int],
     kv_heads: int = 2,
     group: int = 4,
@@ -251,9 +253,13 @@ def check_sparse(
 ) -> torch.Tensor:
     """Check decode_sparse; K and V that are neither chosen nor in the tail are NaN. Returns out.
 
-    counts, tails: chosen rows and tail rows of each sequence; gap: rows before the tail that are
-    not chosen.
+    counts, tails: chosen rows and tail rows of each sequence, of a list of counts one for each K/V
+    head; gap: rows before the tail that are not chosen.
     """
+    apart = not isinstance(counts[0], int)
+    by_head = [count if apart else [count] * kv_heads for count in counts]
+    counts = [max(some) for some in by_head]
+    per_head |= apart
     generator = torch.Generator().manual_seed(seed)
     batch, scale = len(counts), head_dim**-0.5
     budget = max(max(counts), 1) if budget is None else budget
@@ -269,34 +275,37 @@ def check_sparse(
     index = torch.full((batch, heads, budget), -1, dtype=torch.int32)
     for b, count in enumerate(counts):
         for h in range(heads):
-            index[b, h, :count] = (
-                torch.randperm(starts[b], generator=generator)[:count].sort().values
-            )
+            count = by_head[b][h]
+            rows = torch.randperm(starts[b], generator=generator)[:count].sort().values
+            index[b, h, :count] = rows
     index = index.to(device)
     chosen = []
-    for b, count in enumerate(counts):
-        keep = torch.zeros(kv_heads, k.shape[2], dtype=torch.bool, device=device)
-        rows = index[b, :, :count].long().expand(kv_heads, -1)
-        keep.scatter_(1, rows, True)
-        keep[:, starts[b] : lengths[b]] = True
-        k[b][~keep] = v[b][~keep] = math.nan
-        tail = torch.arange(starts[b], lengths[b], device=device).expand(kv_heads, -1)
-        take = torch.cat([rows, tail], 1).unsqueeze(-1).expand(-1, -1, head_dim)
-        chosen.append((k[b].gather(1, take), v[b].gather(1, take)))
+    for b in range(batch):
+        tail = torch.arange(starts[b], lengths[b], device=device)
+        for h, count in enumerate(by_head[b]):
+            take = torch.cat([index[b, h % heads, :count].long(), tail])
+            keep = torch.zeros(k.shape[2], dtype=torch.bool, device=device)
+            keep[take] = True
+            k[b, h, ~keep] = v[b, h, ~keep] = math.nan
+            chosen.append((k[b, h, None, take], v[b, h, None, take]))
     out = decode_sparse(
         q,
         k,
         v,
         index,
-        ints(counts, device),
+        ints(by_head if apart else counts, device),
         ints(starts, device),
         ints(lengths, device),
         scale,
         backend=backend,
     )
     for b in range(batch):
-        visible = [counts[b] + tails[b] - (queries - 1 - j) for j in range(queries)]
-        check_attention(out[b], q[b], chosen[b], visible, scale, f"out of sequence {b}")
+        for h, count in enumerate(by_head[b]):
+            visible = [count + tails[b] - (queries - 1 - j) for j in range(queries)]
+            mine = slice(h * group, (h + 1) * group)
+            what = f"out of sequence {b}, head {h}"
+            own = out[b, :, mine], q[b, :, mine], chosen[b * kv_heads + h]
+            check_attention(*own, visible, scale, what)
     return out
 
 
