@@ -47,6 +47,7 @@ _HOMES = {
     "Full": "engine.methods.full",
     "OmniKV": "engine.methods.omnikv.method",
     "OracleTopK": "engine.methods.oracle.topk",
+    "OracleTopP": "engine.methods.oracle.topp",
     "RandomTopK": "engine.methods.oracle.random_topk",
     "InfLLM": "engine.methods.select.infllm",
     "MInference": "engine.methods.select.minference",

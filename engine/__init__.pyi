@@ -36,6 +36,7 @@ from engine.methods.omnikv.method import OmniKV as OmniKV
 from engine.methods.prompts.quoka import QuoKA as QuoKA
 from engine.methods.oracle.random_topk import RandomTopK as RandomTopK
 from engine.methods.oracle.topk import OracleTopK as OracleTopK
+from engine.methods.oracle.topp import OracleTopP as OracleTopP
 from engine.methods.select.infllm import InfLLM as InfLLM
 from engine.methods.select.minference import MInference as MInference
 from engine.methods.select.pod import PodUntrained as PodUntrained

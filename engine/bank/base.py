@@ -48,9 +48,20 @@ class SparseRows(NamedTuple):
     v: torch.Tensor  # [B, Hkv, T, D]
     # int32 [B, 1 or Hkv, K]: rows of the selection (positions or slots); hides tuple.index
     index: torch.Tensor  # type: ignore[assignment]
-    counts: torch.Tensor  # int32 [B]: how many of the K are valid
+    counts: torch.Tensor  # int32 [B]: how many of the K are valid, or [B, Hkv]: of each head's
     tail_start: torch.Tensor  # int32 [B]: first row of the tail (position or ring row)
     stop: torch.Tensor  # int32 [B]: one past the last row that the step's last query sees
+
+
+def own_rows(index: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The entries of index [h, K] that count, [h, most], -1 behind a head's last: counts [] or [h]
+    says how many, of all heads or of each.
+    """
+    index = index[:, : int(counts.max())]
+    if not counts.dim():
+        return index
+    places = torch.arange(index.shape[1], device=index.device)
+    return index.masked_fill(places >= counts.unsqueeze(1), -1)
 
 
 class StepRows(NamedTuple):

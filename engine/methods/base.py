@@ -464,7 +464,7 @@ class Runtime:
 
     def chosen_rows(self, layer: int) -> torch.Tensor:
         """Positions int64 [k] or [heads, k] that a sparse layer read in the last step before
-        `tail_start`, sequence 0, ascending.
+        `tail_start`, sequence 0, ascending; -1 behind those of a head that read fewer.
         """
         return torch.zeros(0, dtype=torch.int64, device=self.setup.device)
 

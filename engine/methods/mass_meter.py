@@ -51,7 +51,7 @@ class MassMeter:
         if chosen.dim() == 2:
             # One choice per head: a K/V head's choice holds for its query heads.
             chosen = chosen.repeat_interleave(len(weights) // len(chosen), 0)
-            kept = weights.gather(1, chosen).sum(-1)
+            kept = weights.gather(1, chosen.clamp(min=0)).masked_fill(chosen < 0, 0.0).sum(-1)
         else:
             kept = weights[:, chosen].sum(-1)
         return float((kept + weights[:, start:n].sum(-1)).mean())

@@ -27,6 +27,7 @@ NAMES = (
     "omnikv_unpacked",
     "pod_snapkv",
     "oracle_topk",
+    "oracle_topp",
     "pod_untrained",
     "pyramidkv",
     "quest",

@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "full": {},
     "fastgen": {"eps": 0.0},
     "brutal_offload": {"layers": 1, "ahead": 1},
+    "oracle_topp": {"tokens": EVERYTHING, "p": 1.0},
     "infllm": {"local": EVERYTHING},
     "minference": {},
     "quoka": dict(tokens=16, block=16),

@@ -53,6 +53,7 @@ SETTINGS = {
     "quest": [dict(tokens=80, page=8, gqa_reduce="sum"), dict(share=0.2)],
     "tidaldecode": [dict(tokens=64), dict(share=0.1, gqa_reduce="max", correction_layer=5)],
     "oracle_topk": [dict(tokens=64, tail=64), dict(share=0.1, granularity="query_head")],
+    "oracle_topp": [dict(tokens=64, p=0.9), dict(share=0.2, p=0.5, granularity="layer", tail=64)],
     "random_topk": [dict(tokens=64, granularity="kv_head")],
     "minference": [{}],
     "quoka": [dict(tokens=64, queries=4, block=32)],

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.bank.base import SparseRows
+from engine.bank.base import SparseRows, own_rows
 from engine.bank.host.block_stream import BlockStream
 from engine.bank.host.row_reader import RowReader
 from engine.bank.host.streams import SideStream, wait
@@ -133,11 +133,12 @@ class WholeLayers:
         """As `gather`, of one choice or one per head, index [1, h, K]: each row that any head chose
         comes once. Chosen positions may be newer than what is in host memory.
         """
-        index = index[:, :, : int(counts[0])]
-        tokens = index.unique()
+        chosen = own_rows(index[0], counts[0])[None]
+        tokens = chosen.unique()
+        tokens = tokens[tokens >= 0]
         rows = self._picked(layer, tokens, int(tail_start[0]), stop)
-        where = torch.searchsorted(tokens, index.contiguous(), out_int32=True)
-        first, last = (torch.full_like(counts, n) for n in (len(tokens), len(rows)))
+        where = torch.searchsorted(tokens, chosen.contiguous(), out_int32=True)
+        first, last = (torch.full_like(tail_start, n) for n in (len(tokens), len(rows)))
         return SparseRows(*self._layout.views(rows), where, counts, first, last)
 
     def _picked(self, layer: int, tokens: torch.Tensor, first: int, stop: int) -> torch.Tensor:

@@ -14,7 +14,11 @@ from kernels.select.topk import select_topk
 
 
 class GranularRuntime(Selecting):
-    """No CUDA graph: the host knows whether k covers the bank."""
+    """No CUDA graph: the host knows whether k covers the bank. apart: whether lists of a layer
+    differ in length.
+    """
+
+    apart = False
 
     method: ByGranularity
     scores: torch.Tensor
@@ -26,23 +30,30 @@ class GranularRuntime(Selecting):
         """
         raise NotImplementedError
 
-    def budgets(self, stop: torch.Tensor) -> torch.Tensor:
+    def budgets(self, step: Step, stop: torch.Tensor) -> torch.Tensor:
         """How many of its scores each list takes: int32 [B * lists]. stop: its candidates' end."""
         return torch.full_like(stop, self.k)
 
+    def covers(self, candidates: int) -> bool:
+        """Whether every list takes all of so many candidates."""
+        return candidates <= self.k
+
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
         tail, lengths = self.tail_start(step), step.visible.tolist()
-        if max(tail.tolist() if self.method.tail else lengths) <= self.k:
+        if self.covers(max(tail.tolist() if self.method.tail else lengths)):
             return Selection(None, None, tail)
         self.score(layer, q, step, lengths)
         index = self.index[self.group(layer)]
         lists = len(index) // len(q)
         stop = tail.repeat_interleave(lists)
         counts = torch.empty_like(stop)
-        first, wanted = torch.zeros_like(stop), self.budgets(stop)
+        first, wanted = torch.zeros_like(stop), self.budgets(step, stop)
         backend = self.setup.backend
         select_topk(self.scores, first, stop, wanted, index, counts, backend=backend)
-        return Selection(index.view(len(q), lists, -1), counts[::lists], tail)
+        by_list = counts.view(len(q), lists)
+        return Selection(
+            index.view(len(q), lists, -1), by_list if self.apart else by_list[:, 0], tail
+        )
 
     def group(self, layer: int) -> int:
         """The number of a layer that chooses among those that do."""
@@ -63,4 +74,5 @@ class GranularRuntime(Selecting):
     def chooses(self, n: int) -> bool:
         """Whether a step at n tokens leaves any out."""
         tail = self.method.tail
-        return (tail_start(n, tail) if tail else n) > self.k and Role.SPARSE in self.plan.roles
+        candidates = tail_start(n, tail) if tail else n
+        return Role.SPARSE in self.plan.roles and not self.covers(candidates)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.bank.base import Step
+from engine.bank.base import Step, own_rows
 from engine.base.checks import at_most_one, fraction, integer
 from engine.methods.base import Method, Runtime, Setup
 from engine.model.config.config import ModelConfig
@@ -90,7 +90,8 @@ class Selection:
 
     index [B, h, K] int32: for each of h heads (1, the K/V heads, or the query heads) the first
     counts[b] entries count, ascending; None: everything before the tail. counts, tail_start [B]
-    int32. unit: consecutive tokens that one entry stands for.
+    int32; counts [B, h], where lists of a layer or of its K/V heads differ in length. unit:
+    consecutive tokens that one entry stands for.
     """
 
     index: torch.Tensor | None
@@ -241,12 +242,13 @@ class Selecting(Runtime):
         if chosen.index is None:
             return torch.arange(int(chosen.tail_start[0]), device=self.setup.device)[None]
         index, counts = chosen.rows()
-        return index[0, :, : int(counts[0])].long()
+        return own_rows(index[0], counts[0]).long()
 
     def selections(self) -> dict[int, torch.Tensor]:
         """{filter layer: positions that any head chose in the last step, ascending}, sequence 0."""
         layers = (self.plan.groups[group].filter_layer for group in self.chosen)
-        return {layer: self.chosen_rows(layer).unique().cpu() for layer in layers}
+        found = ((layer, self.chosen_rows(layer).unique()) for layer in layers)
+        return {layer: rows[rows >= 0].cpu() for layer, rows in found}
 
     def choice(self) -> Any:
         return {

@@ -57,6 +57,7 @@ from engine.methods.omnikv.method import OmniKV
 from engine.methods.prompts.quoka import QuoKA
 from engine.methods.oracle.random_topk import RandomTopK
 from engine.methods.oracle.topk import OracleTopK
+from engine.methods.oracle.topp import OracleTopP
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.minference import MInference
 from engine.methods.select.pod import PodUntrained
@@ -144,7 +145,7 @@ def rows_by_head(runtime, n):
     for layer in partial_layers(runtime.setup.plan):
         rows = runtime.chosen_rows(layer)
         rows = rows.expand(heads, -1) if rows.dim() == 1 or len(rows) == 1 else rows.view(heads, -1)
-        found[layer] = [sorted({*own.tolist(), *tail}) for own in rows]
+        found[layer] = [sorted({*own[own >= 0].tolist(), *tail}) for own in rows]
     return found
 
 
@@ -565,6 +566,18 @@ ROWS = (
             OracleTopK(tokens=20, tail=64),
             OracleTopK(share=0.1, granularity="kv_head", dense_layers=0),
             OracleTopK(tokens=20, granularity="query_head", sparse_layers=(1, 4)),
+        ),
+        rows_by_head,
+        selects=True,
+        scans=True,
+    ),
+    Row(
+        "oracle_topp",
+        OracleTopP(tokens=CAPACITY, p=1.0),
+        (
+            OracleTopP(tokens=40, p=0.8, floor=10),
+            OracleTopP(share=0.3, p=0.5, floor=10, granularity="layer", tail=64),
+            OracleTopP(tokens=CAPACITY, p=0.6, floor=10, tail=64, dense_layers=0),
         ),
         rows_by_head,
         selects=True,

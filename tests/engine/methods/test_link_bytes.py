@@ -7,7 +7,7 @@ rows of a ring counted as if they had come over the link; a plan that promises l
 
 import pytest
 
-from engine import MInference, OracleTopK, Quest, RandomTopK, TidalDecode
+from engine import MInference, OracleTopK, OracleTopP, Quest, RandomTopK, TidalDecode
 from engine.methods.controls.ablations import OmniKVPerLayer
 from engine.plan.layers import tail_start
 from engine.plan.placement import part_bytes
@@ -28,6 +28,7 @@ WHOLE = [
     OmniKVPerLayer(**SPARSE),
     OmniKVPerLayer(selector="uniform", window=8, **SPARSE),
     OracleTopK(tokens=20, granularity="kv_head"),
+    OracleTopP(tokens=40, p=0.7),
     MInference(("vertical_slash", 30, 100)),
     MInference(("a_shape", 10, 20)),
 ]

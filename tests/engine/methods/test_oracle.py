@@ -16,10 +16,12 @@ from engine.base.errors import SettingError
 from engine.methods.oracle.random_topk import RandomTopK
 from engine.methods.oracle.settings import GRANULARITIES
 from engine.methods.oracle.topk import OracleTopK
+from engine.methods.oracle.topp import OracleTopP
 from engine.methods.select.quest import Quest
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.plan.layers import Role, tail_start
-from tests.builders import GROUPS, World, tiny_config
+from tests.builders import GROUPS, World, random_ids, tiny_config
+from tests.engine.methods.method_checks import llm_of
 from tests.kernels.support.kernel_checks import check_attention
 
 LENGTHS = st.sampled_from((1, 2, 15, 16, 17, 31, 47, 64, 97, 127, 130))
@@ -121,6 +123,89 @@ def test_where_every_query_head_has_its_own_k_and_v_both_lists_are_one(backend):
         found.append((world.runtime.chosen[LAYER].index, out))
     assert torch.equal(found[0][0], found[1][0])
     torch.testing.assert_close(found[0][1], found[1][1], atol=1e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- so many as have the share p
+
+
+def fewest(sums, start, p, floor, ceiling):
+    """How many of the first `start` tokens each list takes, in float64: (least, most) within
+    rounding. sums [lists, n].
+    """
+    total, tail = sums.sum(1, keepdim=True), sums[:, start:].sum(1, keepdim=True)
+    reached = tail + sums[:, :start].sort(1, descending=True).values.cumsum(1)
+    found = []
+    for slack in (1e-6, -1e-6):
+        least = (reached < (p - slack) * total).sum(1) + (tail < (p - slack) * total)[:, 0]
+        least = torch.full_like(least, start) if p == 1 else least
+        found.append(least.clamp(floor, ceiling).clamp(max=start))
+    return found
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto", "cpu"])
+@given(
+    st.sampled_from(GROUPS),
+    st.lists(LENGTHS, min_size=1, max_size=2),
+    st.sampled_from((0.05, 0.5, 0.9, 0.99, 1.0)),
+    st.sampled_from((1, 7)),
+    st.sampled_from((7, 40, ROOM)),
+    st.sampled_from(("layer", "kv_head")),
+    st.sampled_from((0, 64)),
+    st.integers(0, 99),
+)
+@settings(max_examples=25, derandomize=True, deadline=None)
+def test_each_list_takes_the_fewest_that_have_the_share(
+    backend, shape, lengths, p, floor, ceiling, granularity, tail, seed
+):
+    """Between floor and ceiling; attention reads those, and values of no others."""
+    given = dict(tokens=ceiling, p=p, floor=floor, granularity=granularity, tail=tail)
+    world = world_of(
+        OracleTopP(dense_layers=1, **given), shape, lengths, backend, torch.float32, seed
+    )
+    q, (heads, kv_heads), (k, v) = world.queries() * 2, shape, world.bank.kv(LAYER)
+    step = world.step(*lengths)
+    world.runtime.attend(LAYER, q, step)
+    chosen = world.runtime.chosen[world.plan.group_of[LAYER]]
+    starts = [tail_start(n, tail) if tail else n for n in lengths]
+    if chosen.index is None:
+        assert max(starts) <= (ceiling if p == 1 else floor)
+        return
+    read = []
+    for b, (n, start) in enumerate(zip(lengths, starts)):
+        sums = sums_of(weights_of(q[b, 0], k[b, :, :n]), granularity)
+        lower, upper = fewest(sums, start, p, floor, ceiling)
+        counts = chosen.counts[b].long()
+        assert (lower <= counts).all() and (counts <= upper).all(), (lower, counts, upper)
+        for one, own, count in zip(chosen.index[b], sums, counts.tolist()):
+            assert_best(one[None, :count].long(), own[None, :start], count, f"sequence {b}")
+        rows = [one[:count].tolist() for one, count in zip(chosen.index[b], counts.tolist())]
+        read.append([[*own, *range(start, n)] for own in rows * (kv_heads // len(rows))])
+        for head, own in enumerate(read[b]):
+            v[b, head, [i for i in range(ROOM) if i not in own]] = float("nan")
+    out = world.runtime.attend(LAYER, q, step)
+    for b in range(len(lengths)):
+        for head, own in enumerate(read[b]):
+            which, some = slice(head * heads // kv_heads, (head + 1) * heads // kv_heads), (k, v)
+            some = tuple(t[b, head, own][None] for t in some)
+            check_attention(out[b, :, which], q[b, :, which], some, [len(own)], 0.25, f"{b} {head}")
+
+
+def test_a_step_counts_the_rows_that_its_lists_took_and_the_plan_the_most():
+    method = OracleTopP(tokens=40, p=0.7, dense_layers=1, tail=64)
+    world = world_of(method, (8, 2), [130], "auto", torch.float32, 3)
+    before = world.runtime.rows_read(130)
+    assert before[LAYER] == 40 + 66 and before[0] == 130
+    world.runtime.attend(LAYER, world.queries() * 2, world.step(130))
+    counts = world.runtime.chosen[0].counts[0].tolist()
+    assert counts[0] != counts[1] and max(counts) < 40
+    assert world.runtime.rows_read(130)[LAYER] == -(-sum(counts) // 2) + 66
+    assert world.runtime.rows_read(129)[LAYER] == 40 + 65
+    world.runtime.truncate(129)
+    assert world.runtime.rows_read(130) == before
+    rows = world.runtime.chosen_rows(LAYER)
+    assert [(own >= 0).sum() for own in rows] == counts and rows.shape[1] == max(counts)
+    needs = method.needs(world.plan, world.config, 131, 4)
+    assert needs.selected == 40 and world.runtime.nbytes == needs.device_bytes
 
 
 # ---------------------------------------------------------------- the bound
@@ -252,6 +337,33 @@ def test_settings_that_cannot_be(cls, given, said):
     with pytest.raises(SettingError, match=re.escape(said)) as found:
         cls(**given)
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (dict(p=0.0), "p: found 0.0, expected a number in (0, 1]"),
+        (dict(p=1.5), "p: found 1.5, expected a number in (0, 1]"),
+        (dict(p=float("nan")), "p: found nan"),
+        (dict(floor=0), "floor: found 0, expected"),
+        (dict(tokens=20, floor=21), "floor: found 21, above the ceiling of 20 tokens: lower it"),
+        (dict(floor=4096), "floor: found 4096, above the ceiling of 2048 tokens"),
+        (dict(granularity="query_head"), "granularity: found 'query_head', but lists of different"),
+    ],
+)
+def test_shares_that_cannot_be(given, said):
+    with pytest.raises(SettingError, match=re.escape(said)) as found:
+        OracleTopP(**given)
+    assert "\n" not in str(found.value)
+
+
+def test_a_share_below_the_floor_is_refused_before_a_prompt_is_read():
+    with llm_of().session(OracleTopP(share=0.1, floor=20)) as session:
+        session.prefill(random_ids(250))
+        session.truncate(0)
+        said = "floor: found 20, above the ceiling of 19 tokens, share 0.1 of 199: lower it"
+        with pytest.raises(SettingError, match=said):
+            session.prefill(random_ids(199))
 
 
 def test_layers_of_another_model():
