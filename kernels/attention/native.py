@@ -415,14 +415,11 @@ def _different_counts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Case
     expected = []
     for head, (count, rows) in enumerate(zip((5, 33), lists[0].long())):
         rows = torch.cat([rows[:count], torch.arange(150, 300)])
-        some = q[:, 3 * head : 3 * head + 3].float(), *(t[head, None, rows].float() for t in (k, v))
-        expected.append(attend_alone(*some, [len(rows) - 1, len(rows)], 0.125)[0])
-    return (
-        f"heads that choose different counts in {q.dtype}",
-        found,
-        torch.cat(expected, 1),
-        q.dtype,
-    )
+        own_k, own_v = (t[head, None, rows].float() for t in (k, v))
+        own, seen = q[:, 3 * head : 3 * head + 3].float(), [len(rows) - 1, len(rows)]
+        expected.append(attend_alone(own, own_k, own_v, seen, 0.125)[0])
+    name = f"heads that choose different counts in {q.dtype}"
+    return name, found, torch.cat(expected, 1), q.dtype
 
 
 def _weighted_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[Case]:

@@ -576,7 +576,7 @@ ROWS = (
         OracleTopP(tokens=CAPACITY, p=1.0),
         (
             OracleTopP(tokens=40, p=0.8, floor=10),
-            OracleTopP(share=0.3, p=0.5, floor=10, granularity="layer", tail=64),
+            OracleTopP(share=0.3, p=0.99, granularity="layer", tail=64),
             OracleTopP(tokens=CAPACITY, p=0.6, floor=10, tail=64, dense_layers=0),
         ),
         rows_by_head,
