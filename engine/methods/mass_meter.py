@@ -39,6 +39,10 @@ class MassMeter:
 
     def _kept(self, layer: int, q: torch.Tensor, step: Step) -> float:
         n, start = int(step.visible[0]), int(self.inner.tail_start(step)[0])
+        return self.kept(self.inner.chosen_rows(layer), self._weights(layer, q, step, n), start)
+
+    def _weights(self, layer: int, q: torch.Tensor, step: Step, n: int) -> torch.Tensor:
+        """The newest query's attention to n rows, float32 [H, n]."""
         query, scale, logits = q[0, -1].float(), self.inner.scale, []
         softmax = self.inner.softmax[layer]
         for _, k, _ in step.bank.blocks(layer, 0, n, ahead=False):
@@ -46,15 +50,20 @@ class MassMeter:
             folded = query.view(heads.shape[0], -1, query.shape[-1])
             logits.append(softmax.capped(torch.matmul(folded, heads.transpose(1, 2)) * scale))
         # of what falls on rows: a sink takes mass from all of them alike
-        weights = torch.softmax(torch.cat(logits, dim=-1), dim=-1).flatten(0, 1)
-        chosen = self.inner.chosen_rows(layer).to(weights.device)
+        return torch.softmax(torch.cat(logits, dim=-1), dim=-1).flatten(0, 1)
+
+    def kept(self, chosen: torch.Tensor, weights: torch.Tensor, start: int) -> float:
+        """The share of `weights` [H, n] on the rows `chosen` (Runtime.chosen_rows) and from `start`
+        on, mean over query heads.
+        """
+        chosen = chosen.to(weights.device)
         if chosen.dim() == 2:
             # One choice per head: a K/V head's choice holds for its query heads.
             chosen = chosen.repeat_interleave(len(weights) // len(chosen), 0)
             kept = weights.gather(1, chosen.clamp(min=0)).masked_fill(chosen < 0, 0.0).sum(-1)
         else:
             kept = weights[:, chosen].sum(-1)
-        return float((kept + weights[:, start:n].sum(-1)).mean())
+        return float((kept + weights[:, start:].sum(-1)).mean())
 
 
 @dataclass
@@ -80,6 +89,10 @@ class Watch:
             raise SettingError(
                 f"exact_below: found {self.exact_below!r}, expected a number in (0, 1]"
             )
+
+    def meter(self, runtime: Runtime) -> MassMeter:
+        """What measures a step of `runtime`."""
+        return MassMeter(runtime)
 
     def due(self) -> bool:
         """Whether this sparse step is to be metered; counts it."""

@@ -11,7 +11,7 @@ import torch
 
 from engine.bank.row_origins import FULL
 from engine.forward.decode import Decoder
-from engine.methods.mass_meter import MassMeter, Watch
+from engine.methods.mass_meter import Watch
 from engine.methods.requirements import validate_parts
 from engine.runner.prompt import close_latest, restore_window
 from engine.runner.rollback import exclusive, rewound_on_error
@@ -96,7 +96,7 @@ def metered(session: SessionState, watch: Watch) -> torch.Tensor:
     """Run the sparse step that was fed to the session's runner, and record in `watch` the attention
     mass that it keeps; float32 logits [vocab].
     """
-    meter = MassMeter(session.runtime)
+    meter = watch.meter(session.runtime)
     decoder = Decoder(session.runner.model, session.loaded.rotary, meter, session.query_ring)
     logits = session.runner.run_with(decoder)
     watch.saw(meter.mass)

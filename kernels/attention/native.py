@@ -410,8 +410,8 @@ def _attention() -> Iterator[Case]:
 def _different_counts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Case:
     """Two heads that choose 5 and 33 rows, and a tail."""
     lists = torch.arange(0, 132, 2, dtype=torch.int32).view(1, 2, 33)
-    counts, limits = torch.tensor([[5, 33]]), [torch.tensor([n]) for n in (150, 300)]
-    found = attend_chosen(q[None], k[None], v[None], lists, counts, *limits, 0.125)[0]
+    counts, start, stop = (torch.tensor(n) for n in ([[5, 33]], [150], [300]))
+    found = attend_chosen(q[None], k[None], v[None], lists, counts, start, stop, 0.125)[0]
     expected = []
     for head, (count, rows) in enumerate(zip((5, 33), lists[0].long())):
         rows = torch.cat([rows[:count], torch.arange(150, 300)])

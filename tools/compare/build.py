@@ -20,6 +20,8 @@ from engine.methods.evict.razor import Razor
 from engine.methods.evict.sirllm import SirLLM
 from engine.methods.evict.snapkv_plus import SnapKVPlus
 from engine.methods.omnikv.method import OmniKV
+from engine.methods.oracle.settings import ByGranularity
+from engine.methods.oracle.topk import OracleTopK
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.pod import PodUntrained
 from tools.calibrate.pod_groups import read_blocks
@@ -64,7 +66,9 @@ class Entry:
     of a document of `length` such a method may read once for all questions; the rest goes with each
     question (None: the whole document is read once). evicts: whether it gives tokens up for good.
     place: "device" or "host", where the bank is while it answers. sparse: whether every decode step
-    must have been sparse.
+    must have been sparse. granularity: of a method that chooses, who has a list of its own ("layer"
+    | "kv_head" | "query_head"; "": it does not choose, or not so); oracle: the entry that bounds
+    it, with as many tokens, in the same layers, by lists of the same granularity.
     """
 
     note: str
@@ -77,6 +81,8 @@ class Entry:
     evicts: bool = False
     place: str = "device"
     sparse: bool = True
+    granularity: str = ""
+    oracle: str = ""
 
 
 def omnikv(cls: type[OmniKV] = OmniKV, **more: Any) -> Build:
@@ -93,6 +99,24 @@ def omnikv(cls: type[OmniKV] = OmniKV, **more: Any) -> Build:
         )
 
     return build
+
+
+def bound(build: Build, granularity: str, cls: type[ByGranularity] = OracleTopK) -> Build:
+    """Build what bounds another method: at its budget and with its tail, in the layers that read a
+    choice of its, the best (or, by RandomTopK, any) lists of this granularity.
+    """
+
+    def made(facts: Facts, share: float) -> Method | str:
+        other = build(facts, share)
+        if isinstance(other, str):
+            return other
+        method, plan = facts.llm.resolve_method(other)
+        # a list of each query head has no tail, and neither have those who choose such lists
+        tail = 0 if granularity == "query_head" else getattr(method, "tail", 0)
+        layers = plan.sparse_layers or None
+        return cls(share=share, granularity=granularity, sparse_layers=layers, tail=tail)
+
+    return made
 
 
 def omnikv_at_bytes(build: Build) -> Build:

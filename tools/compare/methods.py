@@ -22,11 +22,14 @@ from engine import (
     LMInfinite,
     Longformer,
     MInference,
+    OracleTopK,
+    OracleTopP,
     PyramidKV,
     Quest,
     QuoKA,
     RandomEviction,
     RandomEvictionAll,
+    RandomTopK,
     RoCo,
     Scissorhands,
     SirLLM,
@@ -50,6 +53,7 @@ from tools.banks.registry import shown
 from tools.compare.build import (
     Entry,
     Facts,
+    bound,
     duo,
     evicting,
     evicting_at_bytes,
@@ -71,7 +75,7 @@ from tools.compare.kept import KeepsDense, without
 from tools.compare.own import entry as own_entry
 
 PAPER_SHARE = 6.67  # per cent: the budget of the first hypothesis
-GROUPS = ("t1", "others", "controls")
+GROUPS = ("t1", "others", "controls", "bounds")
 CONTROLS = ("omnikv_random", "omnikv_newest", "omnikv_one")  # the last at one budget only
 EVICTION_CONTROL = "random_eviction_all"  # beside every method that evicts, at its budgets
 PROMPT_KEPT = "random_eviction"  # beside them once: its budget is of an answer
@@ -312,6 +316,42 @@ REGISTRY: dict[str, Entry] = {
         keeps_all,
         group="others",
     ),
+    "oracle_topk": Entry(
+        "bound: the k tokens that a layer attends to most, one list for all heads",
+        lambda facts, share: OracleTopK(share=share),
+        keeps_all,
+        group="bounds",
+        granularity="layer",
+    ),
+    "oracle_topk_kv_head": Entry(
+        "bound: the same by a list for each K/V head",
+        lambda facts, share: OracleTopK(share=share, granularity="kv_head"),
+        keeps_all,
+        group="bounds",
+        granularity="kv_head",
+    ),
+    "oracle_topk_query_head": Entry(
+        "bound: the same by a list for each query head",
+        lambda facts, share: OracleTopK(share=share, granularity="query_head"),
+        keeps_all,
+        group="bounds",
+        granularity="query_head",
+    ),
+    "oracle_topp": Entry(
+        "bound: per K/V head the fewest tokens with 95% of its attention, at most the budget",
+        lambda facts, share: OracleTopP(share=share),
+        keeps_all,
+        group="bounds",
+        granularity="kv_head",
+    ),
+    "random_topk": Entry(
+        "control of the bounds: as many tokens by chance, one list for all heads",
+        lambda facts, share: RandomTopK(share=share),
+        keeps_all,
+        group="bounds",
+        granularity="layer",
+        oracle="oracle_topk",
+    ),
     "omnikv_unpacked": Entry(
         "OmniKV with layers that load one by one, over host memory (ablation)",
         omnikv(OmniKVUnpacked),
@@ -327,6 +367,33 @@ REGISTRY: dict[str, Entry] = {
         head=whole_chunks,
     ),
 }
+
+# what chooses, the granularity of its lists, and after whom its oracle is called: those with the
+# same layers, tail and granularity have one
+CHOOSING = {
+    "omnikv": ("layer", "omnikv"),
+    "omnikv_random": ("layer", "omnikv"),
+    "omnikv_newest": ("layer", "omnikv"),
+    "omnikv_uniform": ("layer", "omnikv"),
+    "omnikv_exponential": ("layer", "omnikv"),
+    "omnikv_per_layer": ("layer", "omnikv_per_layer"),
+    "quest": ("kv_head", "quest"),
+    "tidaldecode": ("query_head", "tidaldecode"),
+}
+
+
+def bounded(name: str, granularity: str, whose: str) -> None:
+    """Give a method of the table the oracle of its granularity, and put that into the table."""
+    entry, oracle = REGISTRY[name], f"oracle_{whose}"
+    REGISTRY[name] = replace(entry, granularity=granularity, oracle=oracle)
+    note = f"bound: the best lists per {granularity.replace('_', ' ')} in {whose}'s layers"
+    build = bound(REGISTRY[whose].build, granularity)
+    given = dict(group="bounds", granularity=granularity)
+    REGISTRY.setdefault(oracle, Entry(note, build, keeps_all, **given))
+
+
+for _name, _choice in CHOOSING.items():
+    bounded(_name, *_choice)
 
 
 def entry_of(name: str) -> Entry:
@@ -360,7 +427,8 @@ def wanted(
     shares and resident bytes in per cent.
 
     "full" comes first whether asked for or not; "t1" and "omnikv" without an @ include the share of
-    the first hypothesis. controls: beside OmniKV and what evicts, at their budgets.
+    the first hypothesis. controls: beside OmniKV and what evicts, at their budgets; and beside what
+    chooses its oracle.
     """
     found: dict[tuple[str, str, float], None] = {("full", "none", 100.0): None}
     for word in words:
@@ -385,6 +453,9 @@ def wanted(
     for control in CONTROLS if beside else ():
         for budget in beside if REGISTRY[control].budget else [("none", 100.0)]:
             found[(control, *budget)] = None
+    for name, kind, value in list(found) if controls else ():
+        if entry_of(name).oracle and kind == "share":
+            found[entry_of(name).oracle, kind, value] = None
     for name, *budget in list(found) if controls else ():
         if entry_of(name).evicts and name != PROMPT_KEPT:
             found[(EVICTION_CONTROL, *budget)] = None

@@ -51,13 +51,14 @@ class Column(Variant):
 
 
 def rivals() -> tuple[str, ...]:
-    """Every method of the registry that neither is full attention nor an OmniKV, nor differs from
-    another by the place of the bank only.
+    """Every method of the registry that neither is full attention nor an OmniKV nor a bound, nor
+    differs from another by the place of the bank only.
     """
     return tuple(
         name
         for name, entry in REGISTRY.items()
         if name != "full" and not name.startswith("omnikv") and entry.place == "device"
+        if entry.group != "bounds"
     )
 
 
@@ -125,7 +126,8 @@ def even(config: ModelConfig) -> tuple[int, ...]:
 
 def asked(words: Sequence[str]) -> list[tuple[str, str, float]]:
     """[(name, kind, budget)] of words such as "omnikv@3,6.67", "rivals@30", "controls@6.67"."""
-    groups = {"rivals": rivals(), "controls": CONTROLS}
+    bounds = tuple(name for name, entry in REGISTRY.items() if entry.group == "bounds")
+    groups = {"rivals": rivals(), "controls": CONTROLS, "bounds": bounds}
     spelled = []
     for word in words:
         base, at, budgets = word.partition("@")

@@ -14,26 +14,17 @@ from typing import Any
 import torch
 
 from engine import LLM, Full
-from engine.methods.mass_meter import Watch
 from engine.session.session import Session
 from tools.common.documents import Text
+from tools.compare.mass import BoundWatch
 from tools.fidelity.columns import Column
 
 Record = dict[str, Any]
 
 
-class LayerWatch(Watch):
-    """Meters every step and sums the attention mass kept, layer by layer."""
-
-    def __init__(self) -> None:
-        super().__init__(every=1)
-        self.sums: dict[int, float] = {}
-
-    def saw(self, mass: dict[int, float]) -> None:
-        """Add a step's masses."""
-        super().saw(mass)
-        for layer, kept in mass.items():
-            self.sums[layer] = self.sums.get(layer, 0.0) + kept
+def per_step(sums: dict[int, float], steps: int) -> dict[str, float]:
+    """{layer: the mean over steps}."""
+    return {str(layer): round(total / steps, 4) for layer, total in sums.items()}
 
 
 @dataclass
@@ -60,11 +51,12 @@ def decoded(session: Session, stream: Stream, sparse: bool, mass: bool = False) 
 
     kl: nats per position; same: "1" where the top-1 tokens agree, else "0"; bytes: keys and values
     read per step, in all layers; rows: tokens read per step in a layer that reads a part, recent
-    ones included; chosen: tokens that it chooses or keeps; mass: kept per sparse layer, or None.
+    ones included; chosen: tokens that it chooses or keeps; mass: kept per sparse layer, or None;
+    most: what as many rows could keep of the same attention.
     Raises AssertionError where `sparse` and a step was not.
     """
     before, kl, same = session.stats, [], ""
-    watch = LayerWatch() if mass else None
+    watch = BoundWatch() if mass else None
     session.watch_with(watch)
     try:
         for at, token in enumerate(stream.tokens):
@@ -88,9 +80,8 @@ def decoded(session: Session, stream: Stream, sparse: bool, mass: bool = False) 
         "bytes": round(read / steps),
         "rows": round(rows / steps / partial, 1) if sparse and partial else None,
         "chosen": session.runtime.k,
-        "mass": {str(layer): round(kept / steps, 4) for layer, kept in watch.sums.items()}
-        if watch is not None and watch.sums
-        else None,
+        "mass": per_step(watch.sums, steps) if watch is not None and watch.sums else None,
+        "most": per_step(watch.most, steps) if watch is not None and watch.most else None,
         "seconds": round(after.decode_seconds - before.decode_seconds, 3),
     }
 

@@ -18,7 +18,9 @@ HEAD = """KL is of full attention's next-token distribution to the method's, in 
 positions; top-1 the share of positions at which both say the same token. In brackets 95% intervals
 of a bootstrap over texts. chosen: tokens that a layer which reads a part chooses or keeps; rows:
 what it reads in a step, recent tokens included; MB: keys and values read per step by all layers,
-and their share of full attention's."""
+and their share of full attention's. Mass kept: the share of a sparse layer's attention on the rows
+that it reads, mean over heads, layers and positions; its oracle's: the most that as many rows by as
+many lists could have had of the same attention."""
 CONTROLS = """`random` chooses uniformly, `newest` the tokens before the recent ones, `one` the
 single best token; filter layers, wait layers and recent tokens are OmniKV's. Figures are KL of the
 control less KL of OmniKV on the same texts, all lengths and streams together. Where a control is
@@ -65,6 +67,7 @@ def row(found: Sequence[Record], full: Sequence[Record]) -> dict[str, Any]:
         "until": stats.mean(found, stats.until_of),
         "kinds": kinds,
         "mass": _mean(masses),
+        "most": _mean([sum(r["most"].values()) / len(r["most"]) for r in found if r.get("most")]),
     }
 
 
@@ -122,6 +125,13 @@ def _cost(found: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _kept(found: Mapping[str, Any]) -> list[str]:
+    """The attention mass that a choice keeps, what as many rows could, and the difference."""
+    mass, most = found["mass"], found["most"]
+    lost = None if mass is None or most is None else most - mass
+    return [_number(value, ".3f") for value in (mass, most, lost)]
+
+
 def _text_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     kinds = [kind for kind in KINDS if any(kind in found["kinds"] for found in rows)]
     mass = any(found["mass"] is not None for found in rows)
@@ -129,9 +139,10 @@ def _text_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for found in rows:
         line = [*_cost(found), found["kl"].shown(), found["top1"].shown(".2f")]
         line += [_number(found["kinds"].get(kind), ".3f") for kind in kinds]
-        lines.append(line + ([_number(found["mass"], ".3f")] if mass else []))
+        lines.append(line + (_kept(found) if mass else []))
     head = ["column", "chosen", "rows", "MB a step", "texts", "KL", "top-1"]
-    head += [f"KL {kind}" for kind in kinds] + (["mass kept"] if mass else [])
+    head += [f"KL {kind}" for kind in kinds]
+    head += ["mass kept", "its oracle's", "its choice loses"] if mass else []
     return _table(head, lines)
 
 
