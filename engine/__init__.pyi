@@ -33,10 +33,13 @@ from engine.methods.evict.zigzagkv import ZigZagKV as ZigZagKV
 from engine.methods.exact import Exact as Exact
 from engine.methods.full import Full as Full
 from engine.methods.omnikv.method import OmniKV as OmniKV
-from engine.methods.prompts.quoka import QuoKA as QuoKA
 from engine.methods.oracle.random_topk import RandomTopK as RandomTopK
 from engine.methods.oracle.topk import OracleTopK as OracleTopK
 from engine.methods.oracle.topp import OracleTopP as OracleTopP
+from engine.methods.prompts.quoka import QuoKA as QuoKA
+from engine.methods.select.across.kascade import Kascade as Kascade
+from engine.methods.select.across.less_is_more import LessIsMore as LessIsMore
+from engine.methods.select.across.omnikv_heads import OmniKVHeads as OmniKVHeads
 from engine.methods.select.infllm import InfLLM as InfLLM
 from engine.methods.select.minference import MInference as MInference
 from engine.methods.select.pod import PodUntrained as PodUntrained

@@ -192,6 +192,17 @@ def layer_plan(
     return LayerPlan(tuple(roles), groups, tuple(group_of))
 
 
+def choosers_alike(plan: LayerPlan) -> LayerPlan:
+    """Return the plan in which every FILTER layer but the first is a SPARSE layer of its own group:
+    it scores everything, and attends to what it chose. A group of such a layer alone stays.
+    """
+    roles, groups = list(plan.roles), list(plan.groups)
+    for number, group in enumerate(groups[1:], 1):
+        roles[group.filter_layer] = Role.SPARSE
+        groups[number] = Group(group.filter_layer, (group.filter_layer, *group.layers))
+    return LayerPlan(tuple(roles), tuple(groups), plan.group_of)
+
+
 def _by_design(local_layers: Sequence[int], recurrent_layers: Sequence[int]) -> dict[int, Role]:
     """{layer: the role that the model gives it}, of the layers that have one."""
     local = dict.fromkeys(local_layers, Role.LOCAL)

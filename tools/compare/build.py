@@ -22,6 +22,8 @@ from engine.methods.evict.snapkv_plus import SnapKVPlus
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.oracle.settings import ByGranularity
 from engine.methods.oracle.topk import OracleTopK
+from engine.methods.select.across.head_map import NAME
+from engine.methods.select.across.kascade import Kascade
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.pod import PodUntrained
 from tools.calibrate.pod_groups import read_blocks
@@ -306,6 +308,22 @@ def pod_snapkv(facts: Facts, share: float) -> PodSnapKV | str:
     if isinstance(near, str):
         return near
     return PodSnapKV(share=share, forget=False, blocks=near.blocks, recent=near.recent)
+
+
+def filters(facts: Facts) -> tuple[int, ...] | None:
+    """OmniKV's filter layers for the model, so that other methods choose in as many; None: none."""
+    method, _ = facts.llm.resolve_method(OmniKV(filter_layers=facts.filters))
+    return method.filter_layers if isinstance(method, OmniKV) else None
+
+
+def kascade(facts: Facts, share: float) -> Kascade | str:
+    """Build Kascade at a share of the tokens. Without anchors: how to make them."""
+    try:
+        method = Kascade(head_map=Path(facts.llm.folder) / NAME, share=share, least=1)
+        facts.llm.resolve_method(method)
+    except SettingError as error:
+        return str(error)
+    return method
 
 
 def duo(facts: Facts, part: float, forget: bool = False) -> Duo | str:

@@ -118,6 +118,8 @@ def _method(
     if name == "razor":
         scores = ((1.0,) * llm.config.num_kv_heads,) * llm.config.num_layers
         settings = {"heads": (scores, scores), "induction": 1.0}
+    if name in ("kascade", "less_is_more"):
+        settings["anchors" if name == "kascade" else "layers"] = (first,)
     if name.startswith("omnikv"):
         settings = {"filter_layers": (first,), **CHOOSING, **settings}
     if name in SPARSE:

@@ -55,6 +55,11 @@ SETTINGS = {
     "oracle_topk": [dict(tokens=64, tail=64), dict(share=0.1, granularity="query_head")],
     "oracle_topp": [dict(tokens=64, p=0.9), dict(share=0.2, p=0.5, granularity="layer", tail=64)],
     "random_topk": [dict(tokens=64, granularity="kv_head")],
+    "kascade": [
+        dict(tokens=64, anchors=(0, 2, 5), head_map=((0, 1), (1, 1), (0, 1), (1, 0)) * 2),
+        dict(anchors=(0, 4), least=16),
+    ],
+    "less_is_more": [dict(tokens=64), dict(share=0.1, layers=(1, 3), recent=0.0)],
     "minference": [{}],
     "quoka": [dict(tokens=64, queries=4, block=32)],
     "duo": [dict(gates=((0.9, 0.1), (0.2, 0.8)) * 4, sinks=16, recent=64)],

@@ -19,16 +19,12 @@ from engine.bank.base import Step
 from engine.base.checks import integer, one_of
 from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
-from engine.methods.select.base import Budgeted, Buffer, Selecting, Selection
+from engine.methods.select.across.by_logits import AT_ONCE, ByLogits, head_logits
+from engine.methods.select.base import Budgeted, Buffer
 from engine.model.config.config import ModelConfig
-from engine.plan.layers import LayerPlan, Role, layer_plan
+from engine.plan.layers import LayerPlan, layer_plan
 from engine.plan.needs import Needs
-from kernels.attention.native import attend, attends
-from kernels.launch.dispatch import choose
-from kernels.rows.forms import key_floats
-from kernels.select.topk import select_topk
 
-AT_ONCE = 4096  # tokens scored at a time: K in float32 is 2 MB a head at head_dim 128
 REDUCTIONS = ("none", "max", "mean", "all")
 
 
@@ -104,48 +100,23 @@ class TidalDecode(Budgeted):
         return TidalRuntime(self, setup)
 
 
-class TidalRuntime(Selecting):
-    """No CUDA graph: the host knows whether k covers the bank."""
+class TidalRuntime(ByLogits):
+    """A choice per query head, per K/V head, or one."""
 
     method: TidalDecode
-    scores: torch.Tensor
-    index: torch.Tensor
-    logits: torch.Tensor | None = None  # [H, n] of the layer under way, where attention leaves them
-
-    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
-        """A layer that chooses leaves its logits where a C++ kernel attends: K is read once."""
-        group = self.plan.group_of[layer]
-        chooses = group is not None and self.plan.roles[layer] is Role.FILTER
-        if not chooses or not self.plan.groups[group or 0].layers or not self._logs(layer, q, step):
-            return super().attend(layer, q, step)
-        k, v = (rows[0, :, : int(step.visible[0])] for rows in step.bank.kv(layer, step.bucket))
-        held, parts = self.setup.scratch.logits, self.setup.scratch.part
-        out, _ = attend(q[0], k, v, self.scale, logits=held, parts=parts, narrow=True,
-                        softmax=self.softmax[layer])  # fmt: skip
-        heads, n = q.shape[2], k.shape[1]
-        self.logits = held[: heads * n].view(heads, n)
-        try:
-            self.chosen[group or 0] = self.select(layer, q, step)
-        finally:
-            self.logits = None
-        return out[None]
 
     def _logs(self, layer: int, q: torch.Tensor, step: Step) -> bool:
-        """Whether a layer's attention leaves the logits that `select` ranks: not capped ones."""
-        if q.shape[:2] != (1, 1) or self.softmax[layer].cap or step.bank.on_host(layer):
-            return False
-        k, v = step.bank.kv(layer, step.bucket)
-        room = self.setup.scratch.logits.numel() >= q.shape[2] * k.shape[2]
-        return room and choose(self.setup.backend, q, lambda: attends(k, v, q.shape[3])) == "native"
+        """Not capped ones: their order is the same, but not what rounding makes equal."""
+        return not self.softmax[layer].cap and super()._logs(layer, q, step)
 
     def score(self, layer: int, q: torch.Tensor, step: Step, lengths: list[int]) -> torch.Tensor:
-        """What ranks the tokens, float32 [B * choices, at least the longest]."""
         reduce = self.method.gqa_reduce
-        if self.logits is not None:
+        if self.logged is not None:
+            logits = self.logged.logits
             if reduce == "none":
-                return self.logits
-            n = self.logits.shape[1]
-            found = reduced(self.logits.view(self.setup.config.num_kv_heads, -1, n), reduce)
+                return logits
+            n = logits.shape[1]
+            found = reduced(logits.view(self.setup.config.num_kv_heads, -1, n), reduce)
             self.scores[:, :n] = found
             return self.scores
         k = step.bank.kv(layer, step.bucket)[0]
@@ -154,25 +125,6 @@ class TidalRuntime(Selecting):
                 part = slice(first, min(lengths[b], first + AT_ONCE))
                 scores[:, part] = reduced_logits(q[b, -1], k[b, :, part], reduce)
         return self.scores
-
-    def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
-        group, lengths = self.plan.group_of[layer], step.visible.tolist()
-        if max(lengths) <= self.k:
-            return Selection(None, None, step.visible)
-        index = self.index[group]
-        choices = len(index) // len(q)
-        stop = step.visible.repeat_interleave(choices)
-        counts = torch.empty_like(stop)
-        select_topk(
-            self.score(layer, q, step, lengths),
-            torch.zeros_like(stop),
-            stop,
-            torch.full_like(stop, self.k),
-            index,
-            counts,
-            backend=self.setup.backend,
-        )
-        return Selection(index.view(len(q), choices, -1), counts[::choices], step.visible)
 
     def tokens_read(self, n: int) -> int:
         """At most: a K/V head whose query heads choose separately reads up to their number
@@ -187,7 +139,7 @@ def reduced_logits(q: torch.Tensor, k: torch.Tensor, reduce: str) -> torch.Tenso
     """Unscaled logits of one query as the choice ranks them, float32 [H, Hkv or 1, n]. q [H, D];
     k [Hkv, n, D].
     """
-    return reduced(q.float().view(k.shape[0], -1, q.shape[-1]) @ key_floats(k).mT, reduce)
+    return reduced(head_logits(q, k), reduce)
 
 
 def reduced(logits: torch.Tensor, reduce: str) -> torch.Tensor:

@@ -54,10 +54,13 @@ from engine.methods.evict.window import Window
 from engine.methods.evict.zigzagkv import ZigZagKV
 from engine.methods.full import Full
 from engine.methods.omnikv.method import OmniKV
-from engine.methods.prompts.quoka import QuoKA
 from engine.methods.oracle.random_topk import RandomTopK
 from engine.methods.oracle.topk import OracleTopK
 from engine.methods.oracle.topp import OracleTopP
+from engine.methods.prompts.quoka import QuoKA
+from engine.methods.select.across.kascade import Kascade
+from engine.methods.select.across.less_is_more import LessIsMore
+from engine.methods.select.across.omnikv_heads import OmniKVHeads
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.minference import MInference
 from engine.methods.select.pod import PodUntrained
@@ -85,8 +88,9 @@ class Row:
     sparse: tuple = ()
     reads: object = None
     selects: bool = False  # chooses rows by score in every step
-    # its partial layers read every key to choose, and the values of the chosen ones only
-    scans: bool = False
+    # (plan, layer) -> whether this partial layer reads every key to choose, and the values of the
+    # chosen ones only
+    scans: object = lambda plan, layer: False  # noqa: E731
     by_head: bool = False  # some heads keep every row
     # rows of a layer's heads that are no token's: (runtime, layer) -> number
     beside: object = lambda runtime, layer: 0  # noqa: E731
@@ -124,6 +128,15 @@ def means(runtime, layer):
     """RazorAttention: the row of what a head has dropped, in each head that drops."""
     store = runtime.store(layer)
     return 0 if store is None or not store.dropped.count else len(store.few)
+
+
+def lists_and_tail(runtime, n):
+    """OmniKV with a list per K/V head: that, and the tail."""
+    start = tail_start(n, runtime.method.tail)
+    return {
+        layer: [[*rows.tolist(), *range(start, n)] for rows in runtime.chosen_rows(layer)]
+        for layer in partial_layers(runtime.plan)
+    }
 
 
 def official_rows(runtime, n):
@@ -173,8 +186,17 @@ def duo_gates(layers=7, kv_heads=2):
     )
 
 
+def crossed_heads(layers=7, kv_heads=2):
+    """A head map that leads each head to another one, and another one in each layer."""
+    return tuple(
+        tuple((layer + 2 * head) % kv_heads for head in range(kv_heads)) for layer in range(layers)
+    )
+
+
 def fitted(method, layers, kv_heads):
     """The method for a model of another shape than the table's."""
+    if type(method) is Kascade and method.head_map:
+        return replace(method, head_map=crossed_heads(layers, kv_heads))
     if type(method) is Razor:
         heads = (duo_gates(layers, kv_heads),) * 2
         # of one head per layer none is whole, so that every layer reads less
@@ -246,7 +268,7 @@ ROWS = (
         (OmniKVPerLayer(**SPARSE),),
         shared_rows,
         selects=True,
-        scans=True,
+        scans=lambda plan, layer: True,
     ),
     Row(
         "omnikv_unpacked",
@@ -569,7 +591,7 @@ ROWS = (
         ),
         rows_by_head,
         selects=True,
-        scans=True,
+        scans=lambda plan, layer: True,
     ),
     Row(
         "oracle_topp",
@@ -581,7 +603,7 @@ ROWS = (
         ),
         rows_by_head,
         selects=True,
-        scans=True,
+        scans=lambda plan, layer: True,
     ),
     Row(
         "random_topk",
@@ -594,6 +616,35 @@ ROWS = (
         rows_by_head,
         random=True,
         without={"U8": "it chooses by chance, whatever the scores"},
+    ),
+    Row(
+        "kascade",
+        Kascade(tokens=CAPACITY, anchors=(0, 2, 5)),
+        (
+            Kascade(tokens=20, anchors=(0, 2, 5), head_map=crossed_heads()),
+            Kascade(share=0.1, least=8, anchors=(1, 4)),
+        ),
+        rows_by_head,
+        selects=True,
+        scans=lambda plan, layer: plan.groups[plan.group_of[layer]].filter_layer == layer,
+    ),
+    Row(
+        "less_is_more",
+        LessIsMore(tokens=CAPACITY),
+        (LessIsMore(tokens=64), LessIsMore(share=0.2, layers=(0, 3), recent=0.1, sinks=2)),
+        rows_by_head,
+        selects=True,
+    ),
+    Row(
+        "omnikv_heads",
+        OmniKVHeads(**EVERYTHING),
+        (
+            OmniKVHeads(**SPARSE),
+            OmniKVHeads(scores="raw", sink=4, **SPARSE),
+            OmniKVHeads(selector="exponential", **SPARSE),
+        ),
+        lists_and_tail,
+        selects=True,
     ),
 )
 

@@ -7,13 +7,29 @@ rows of a ring counted as if they had come over the link; a plan that promises l
 
 import pytest
 
-from engine import MInference, OracleTopK, OracleTopP, Quest, RandomTopK, TidalDecode
+from engine import (
+    Kascade,
+    LessIsMore,
+    MInference,
+    OmniKVHeads,
+    OracleTopK,
+    OracleTopP,
+    Quest,
+    RandomTopK,
+    TidalDecode,
+)
 from engine.methods.controls.ablations import OmniKVPerLayer
 from engine.plan.layers import tail_start
 from engine.plan.placement import part_bytes
 from tests.builders import random_ids
 from tests.engine.methods.method_checks import SHAPES, llm_of
-from tests.engine.methods.method_table import SPARSE
+from tests.engine.methods.method_table import (
+    SPARSE,
+    crossed_heads,
+    fitted,
+    lists_and_tail,
+    rows_by_head,
+)
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "auto"])
 CHOOSING = [
@@ -23,6 +39,9 @@ CHOOSING = [
     TidalDecode(share=0.1, gqa_reduce="all", correction_layer=5),
     TidalDecode(tokens=1, gqa_reduce="max"),
     RandomTopK(tokens=20, granularity="query_head"),
+    Kascade(tokens=20, anchors=(0, 2, 5), head_map=crossed_heads()),
+    LessIsMore(tokens=20, layers=(1, 4)),
+    OmniKVHeads(**SPARSE),
 ]
 WHOLE = [
     OmniKVPerLayer(**SPARSE),
@@ -65,18 +84,17 @@ def test_a_step_brings_what_any_head_chose_once(method, shape, backend):
     """And no more than the plan promised; the first step after a prompt has the extremes of the
     model's last layer to learn.
     """
-    llm = llm_of(shape, backend=backend)
+    llm, method = llm_of(shape, backend=backend), fitted(method, shape[0], shape[2])
     plan = llm.plan(method, offload="host")
+    read = lists_and_tail if isinstance(method, OmniKVHeads) else rows_by_head
     promised = plan.step_link_bytes // part_bytes(llm.config, 4)
     with llm.session(method, offload="host") as session:
         session.prefill(random_ids(301))
         for i, (there, rows) in enumerate(steps(session, STEPS)):
-            runtime, n = session.runtime, len(session)
-            wanted = 0
+            n = len(session)
+            wanted, declared = 0, read(session.runtime, n)
             for layer in plan.placement.layers:
-                chosen = {*runtime.chosen_rows(layer).flatten().tolist()}
-                if isinstance(method, Quest):
-                    chosen |= {*range((n - 1) // method.page * method.page, n)}
+                chosen = {row for rows in declared[layer] for row in rows}
                 assert len(chosen) < n  # it really was sparse
                 wanted += sum(row < there for row in chosen)
             if i == 0 and isinstance(method, Quest):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from engine.base.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.omnikv.method import OmniKV
-from engine.methods.select import tidaldecode
+from engine.methods.select.across import by_logits
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.plan.layers import Role
 from kernels.attention.dense import decode_dense
@@ -86,7 +86,7 @@ def test_choices_and_attention_of_a_ragged_step(
     everything = decode_dense(asked, *world.bank.kv(2), step.visible, 0.25, backend=backend)
     # one sequence in C++: the logits that attention has left are ranked, and K is not read again
     alone = backend == "auto" and len(lengths) == 1 and max(lengths) > count and not missing()
-    with mock.patch.object(tidaldecode, "key_floats", None) if alone else nullcontext():
+    with mock.patch.object(by_logits, "key_floats", None) if alone else nullcontext():
         assert torch.equal(world.runtime.attend(2, asked, step), everything)
     out = world.runtime.attend(3, q, step)
     for b, rows in enumerate(chosen):

@@ -1,0 +1,124 @@
+"""LessIsMore: in a few layers every query head names its best tokens, and one list of what they
+name serves all heads of the layers behind.
+
+Source: LessIsMore (Yang et al., 2025, arXiv 2508.07101), section 4, and its form in microsoft/
+kascade (LessIsMoreStrategy). Of a budget of k tokens a quarter are the newest, the first `sinks`
+tokens among that quarter; for the rest every head of a choosing layer ranks the tokens between by
+its logits. The heads' first places come first, then their second ones, and so on, each token once,
+in the order of the heads, until the list is full. Choosing layers attend to everything, and so do
+those below the first. Differs: choosing layers are by default those of TidalDecode, which the paper
+builds on, and k is of the tokens at the end of the latest prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from engine.bank.base import Step
+from engine.base.checks import fraction, integer
+from engine.methods.base import Runtime, Setup
+from engine.methods.select.across.by_logits import (
+    ByLogits,
+    checked_layers,
+    choice_buffers,
+    choosers_stay,
+    choosing_layers,
+    require_room,
+)
+from engine.methods.select.base import Budgeted, Buffer, Selection
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import LayerPlan, layer_plan
+from engine.plan.needs import Needs
+
+
+@dataclass(frozen=True)
+class LessIsMore(Budgeted):
+    """Budget as Budgeted's, sinks and newest tokens included. layers: ascending numbers of the
+    layers that choose, None for 2 and 13 of 32 at the model's depth. recent: the newest tokens'
+    share of the budget; sinks: first tokens among these, none where they would be more.
+    """
+
+    full_prompts = True
+
+    layers: tuple[int, ...] | None = None
+    recent: float = 0.25
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layers is not None:
+            object.__setattr__(self, "layers", checked_layers("layers", self.layers))
+        fraction("recent", self.recent, zero=True)
+        integer("sinks", self.sinks, 0)
+
+    @property
+    def name(self) -> str:
+        return "less_is_more"
+
+    def parts(self, k: int) -> tuple[int, int, int]:
+        """(first tokens, chosen ones, newest ones) of a budget of k."""
+        chosen = math.floor(k * (1 - self.recent))
+        newest = k - chosen
+        sinks = self.sinks if newest >= self.sinks else 0
+        return sinks, chosen, newest - sinks
+
+    def plan(self, config: ModelConfig) -> LayerPlan:
+        """FULL below the first choice, FILTER where one is made, SPARSE elsewhere."""
+        require_room(self, config)
+        layers = choosing_layers("layers", self.layers, config)
+        return layer_plan(
+            config.num_layers, layers, 0, config.local_layers, config.recurrent_layers
+        )
+
+    def buffers(
+        self, plan: LayerPlan, config: ModelConfig, capacity: int, batch: int = 1
+    ) -> dict[str, Buffer]:
+        """The place of every token in the heads' order, and each choosing layer's list."""
+        return choice_buffers(self, plan, capacity, batch)
+
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        """The layers that choose read everything, and stay on the device."""
+        return choosers_stay(super().needs(plan, config, capacity, itemsize), plan, 1)
+
+    def runtime(self, setup: Setup) -> Runtime:
+        return LessIsMoreRuntime(self, setup)
+
+
+class LessIsMoreRuntime(ByLogits):
+    """One list for all heads of a group's layers, and the newest tokens."""
+
+    method: LessIsMore
+
+    def score(self, layer: int, q: torch.Tensor, step: Step, lengths: list[int]) -> torch.Tensor:
+        """A token's score is the higher the earlier its place in the heads' order; the first
+        tokens' is infinite.
+        """
+        sinks, chosen, newest = self.method.parts(self.k)
+        for b, n in enumerate(lengths):
+            scores = self.scores[b]
+            scores[:n] = float("-inf")
+            scores[:sinks] = float("inf")
+            stop = max(sinks, n - newest)
+            between = self.logs(layer, q, step, b, n).logits[:, sinks:stop]
+            # [places, heads]: a token's number in this order is its place
+            named = between.topk(min(chosen, stop - sinks), 1).indices.T.flatten()
+            order = torch.arange(0, -len(named), -1, dtype=torch.float32, device=q.device)
+            scores[sinks:stop].scatter_reduce_(0, named, order, "amax")
+        return self.scores
+
+    def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
+        group, lengths = self.plan.group_of[layer], step.visible.tolist()
+        if max(lengths) <= self.k:
+            return Selection(None, None, step.visible)
+        assert group is not None
+        sinks, chosen, _ = self.method.parts(self.k)
+        tail = self.tail_start(step)
+        scores = self.score(layer, q, step, lengths)
+        return self.highest(group, scores, tail, sinks + chosen, tail)
+
+    def tail_start(self, step: Step) -> torch.Tensor:
+        """The newest tokens are read beside the list."""
+        return (step.visible - self.method.parts(self.k)[2]).clamp(min=0)
