@@ -364,7 +364,7 @@ REGISTRY: dict[str, Entry] = {
     ),
     "kascade": Entry(
         "Kascade, anchors choose per K/V head, a head map leads to their lists; from kascade.json "
-        "(tools.calibrate.kascade)",
+        "(tools.calibrate.anchors)",
         kascade,
         keeps_all,
         group="others",

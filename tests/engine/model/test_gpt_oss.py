@@ -26,7 +26,11 @@ pytest.importorskip("transformers")
 MODEL = "model.safetensors"
 FULL = Full()
 KNOW = {"full", "quest", "tidaldecode", "brutal_offload", "window_recompute"}  # and OmniKV's kin
-KNOW |= {f"omnikv{kin}" for kin in ("", "_one", "_newest", "_random", "_per_layer", "_unpacked")}
+KNOW |= {
+    f"omnikv{kin}"
+    for kin in ("", "_one", "_newest", "_random", "_per_layer", "_unpacked", "_heads")
+}
+KNOW |= {"kascade", "less_is_more"}
 KNOW |= {name for name, kind in methods().items() if issubclass(kind, Evicting)}
 KNOW -= {"expected_attention"}
 OMNI = OmniKV(filter_layers=(1,), tokens=512, tail=64, dense_below=0)

@@ -1,4 +1,4 @@
-"""Files of Kascade's anchor layers and head map: the JSON of tools/calibrate/kascade.py, which
+"""Files of Kascade's anchor layers and head map: the JSON of tools/calibrate/anchors, which
 names the model that it was made for, and the tables that its authors publish.
 
 Source: microsoft/kascade, results/head_mappings/MODEL_layers_0_2_8.npy: for every layer and K/V
@@ -39,7 +39,7 @@ HeadMap = tuple[tuple[int, ...], ...]  # [layer][K/V head] -> a K/V head of the 
 
 NAME = "kascade.json"
 HOW = (
-    "make them in a clone: python -m tools.calibrate.kascade --model FOLDER; or take the model's "
+    "make them in a clone: python -m tools.calibrate.anchors --model FOLDER; or take the model's "
     ".npy from microsoft/kascade"
 )
 MAP = Table("head_map", HOW)

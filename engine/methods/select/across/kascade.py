@@ -5,15 +5,15 @@ Source: Kascade (Deshmukh et al., 2025) and microsoft/kascade (DecodeOnlyKascade
 ranks every token, for each K/V head, by the sum over its query heads of their softmax, and takes
 k = max(128, a tenth of the tokens). The first anchor (layer 0) attends to everything, the others
 to what they chose; a head map leads from a reuse layer's K/V head to the anchor's. Anchors and map
-are found by calibration: `python -m tools.calibrate.kascade`, engine/methods/select/across/
-head_map.py. Published anchors: {0, 2, 8, 13, 14} of Llama-3.1-8B's 32 layers, {0, 2, 7, 14, 23} of
-Qwen3-8B's 36. Differs: k is of the tokens at the end of the latest prompt, and prompts are read
-densely.
+are found by calibration (`python -m tools.calibrate.anchors`). Published anchors: {0, 2, 8, 13, 14}
+of Llama-3.1-8B's 32 layers, {0, 2, 7, 14, 23} of Qwen3-8B's 36. Differs: k is of the tokens at the
+end of the latest prompt, and prompts are read densely.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ import torch
 from engine.bank.base import Step
 from engine.base.checks import integer
 from engine.base.errors import SettingError
-from engine.methods.base import Runtime, Setup
+from engine.methods.base import Method, Runtime, Setup
 from engine.methods.evict.duo_gates import Facts, checked_facts, require_model
+from engine.methods.full import Full
 from engine.methods.select.across.by_logits import (
     ByLogits,
     checked_layers,
@@ -40,6 +41,7 @@ from engine.methods.select.across.head_map import (
 )
 from engine.methods.select.base import Budgeted, Buffer, Selection
 from engine.model.config.config import ModelConfig
+from engine.plan.filter_layers import FilterLayers
 from engine.plan.layers import LayerPlan, Role, choosers_alike, layer_plan
 from engine.plan.needs import Needs
 
@@ -49,7 +51,8 @@ SHARE = 0.1
 @dataclass(frozen=True)
 class Kascade(Budgeted):
     """Budget as Budgeted's, by default a tenth; least: tokens that a budget by share has at least.
-    anchors: ascending layer numbers, of which the first attends to everything. head_map: a table
+    anchors: ascending layer numbers, of which the first attends to everything; None: those of
+    head_map's file, else OmniKV's filter layers. head_map: a table
     [layer][K/V head] of K/V heads of the anchor below, or a file that holds one and names its
     anchors (kascade.json, or a published .npy); None: every head reads its own number's list.
     made_for: numbers of the model that the file names.
@@ -106,10 +109,14 @@ class Kascade(Budgeted):
         others = config.local_layers, config.recurrent_layers
         return choosers_alike(layer_plan(layers, anchors, 0, *others))
 
-    def validate(self, plan: LayerPlan) -> None:
-        """Raise SettingError without anchors."""
-        if self.anchors is None:
-            raise SettingError(f"anchors: found none, expected layer numbers or a head map; {HOW}")
+    def completed(self, filter_layers: Callable[[], FilterLayers]) -> Method:
+        """With the model's filter layers as anchors where none were given; Full() where it has
+        none.
+        """
+        if self.anchors is not None:
+            return self
+        known = filter_layers().layers
+        return replace(self, anchors=known) if known else Full()
 
     def buffers(
         self, plan: LayerPlan, config: ModelConfig, capacity: int, batch: int = 1

@@ -1,0 +1,1 @@
+"""Kascade's anchor layers and head map of a model: measured on texts, found, and written."""
