@@ -402,6 +402,9 @@ CHOOSING = {
     "omnikv_per_layer": ("layer", "omnikv_per_layer"),
     "quest": ("kv_head", "quest"),
     "tidaldecode": ("query_head", "tidaldecode"),
+    "omnikv_heads": ("kv_head", "omnikv_heads"),
+    "kascade": ("kv_head", "kascade"),
+    "less_is_more": ("layer", "less_is_more"),
 }
 
 
