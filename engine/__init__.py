@@ -39,6 +39,7 @@ _HOMES = {
     "SirLLM": "engine.methods.evict.sirllm",
     "SnapKV": "engine.methods.evict.snapkv",
     "SnapKVPlus": "engine.methods.evict.snapkv_plus",
+    "SparQ": "engine.methods.select.index.sparq",
     "StreamingLLM": "engine.methods.evict.streaming_llm",
     "VaSE": "engine.methods.evict.vase",
     "Window": "engine.methods.evict.window",

@@ -45,6 +45,7 @@ NAMES = (
     "sirllm",
     "snapkv",
     "snapkv_plus",
+    "sparq",
     "streaming_llm",
     "tidaldecode",
     "vase",

@@ -37,6 +37,7 @@ from engine import (
     SirLLM,
     SnapKV,
     SnapKVPlus,
+    SparQ,
     StreamingLLM,
     TidalDecode,
     VaSE,
@@ -311,6 +312,12 @@ REGISTRY: dict[str, Entry] = {
     "quest": Entry(
         "Quest, pages of 16 by their extremes",
         lambda facts, share: Quest(share=share),
+        keeps_all,
+        group="others",
+    ),
+    "sparq": Entry(
+        "SparQ, by the quarter of the channels in which the query is largest",
+        lambda facts, share: SparQ(share=share),
         keeps_all,
         group="others",
     ),

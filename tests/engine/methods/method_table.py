@@ -61,6 +61,7 @@ from engine.methods.prompts.quoka import QuoKA
 from engine.methods.select.across.kascade import Kascade
 from engine.methods.select.across.less_is_more import LessIsMore
 from engine.methods.select.across.omnikv_heads import OmniKVHeads
+from engine.methods.select.index.sparq import SparQ
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.minference import MInference
 from engine.methods.select.pod import PodUntrained
@@ -571,6 +572,16 @@ ROWS = (
         "quest",
         Quest(tokens=CAPACITY),
         (Quest(tokens=80, page=8, gqa_reduce="sum"), Quest(share=0.5)),
+        rows_by_head,
+        selects=True,
+    ),
+    Row(
+        "sparq",
+        SparQ(tokens=CAPACITY),
+        (
+            SparQ(tokens=40, r=8),
+            SparQ(share=0.2, r=8, gqa_reduce="max", dense_layers=2, mean=False),
+        ),
         rows_by_head,
         selects=True,
     ),

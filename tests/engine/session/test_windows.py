@@ -23,6 +23,7 @@ from engine.methods.evict.shared.settings import Evicting
 from engine.methods.exact import Exact
 from engine.methods.prompts.quoka import QuoKA
 from engine.methods.registry import methods
+from engine.methods.select.index.sparq import SparQ
 from engine.methods.select.minference import MInference
 from engine.methods.select.pod import PodUntrained
 from engine.methods.select.quest import Quest
@@ -226,6 +227,7 @@ def test_check_leaves_the_session_as_it_was(llm):
 
 OTHERS = {
     "quest": Quest(tokens=64, dense_layers=1),
+    "sparq": SparQ(tokens=64),
     "tidaldecode": TidalDecode(tokens=40, select_layer=0),
     "minference": MInference(),
     "quoka": QuoKA(tokens=24, queries=4, block=32),

@@ -1,0 +1,219 @@
+"""What methods have in common that choose tokens by an index of K on the device.
+
+A method writes its buffers and two hooks: `IndexRuntime.absorb` puts rows into the index, `score`
+ranks all tokens by it. Where a layer lives in host memory its index is made while its rows are on
+the device, chunk by chunk of the prompt; else, and after a saved session was loaded, by the first
+step. A step brings over the rows that it chose and no others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.bank.base import Bank, Step
+from engine.base.checks import integer, one_of
+from engine.base.errors import SettingError
+from engine.methods.base import Setup
+from engine.methods.select.base import Budgeted, Buffer, Selecting, Selection
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import TAIL_BLOCK, LayerPlan, single_layer_groups
+from engine.plan.needs import Needs
+from kernels.select.topk import select_topk
+
+AT_ONCE = 4096  # rows learnt or scored at a time: K in float32 is 2 MB a head at head_dim 128
+REDUCTIONS = ("max", "mean", "sum", "none")
+
+
+@dataclass(frozen=True)
+class Indexed(Budgeted):
+    """Budget as Budgeted's. dense_layers: first layers that read everything. gqa_reduce: how the
+    scores of a group's query heads become one choice: "max" | "mean" | "sum"; "none": every query
+    head reads its own.
+    """
+
+    full_prompts = True
+    named = False
+
+    dense_layers: int = 2
+    gqa_reduce: str = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        integer("dense_layers", self.dense_layers, 0)
+        one_of("gqa_reduce", self.gqa_reduce, REDUCTIONS)
+
+    def plan(self, config: ModelConfig) -> LayerPlan:
+        """FULL below `dense_layers`; every layer above is SPARSE and chooses for itself."""
+        layers = config.num_layers
+        others = config.local_layers, config.recurrent_layers
+        return single_layer_groups(layers, range(self.dense_layers, layers), *others)
+
+    def newest(self, budget: int) -> int:
+        """Tokens of a budget that are the newest ones, whatever their scores."""
+        return 0
+
+    def choices(self, config: ModelConfig) -> int:
+        """Choices that one layer makes: one per query head, or one per K/V head."""
+        return config.num_heads if self.gqa_reduce == "none" else config.num_kv_heads
+
+    def buffers(
+        self, plan: LayerPlan, config: ModelConfig, capacity: int, batch: int = 1
+    ) -> dict[str, Buffer]:
+        """One score per token and choice, shared by the layers, and each layer's chosen tokens."""
+        count, layers = batch * self.choices(config), len(plan.sparse_layers)
+        budget = min(capacity, self.budget(capacity))
+        most = max(0, budget - self.newest(budget))
+        return {
+            "scores": Buffer((count, capacity if layers else 0), torch.float32),
+            "index": Buffer((layers, count, most), torch.int32),
+        }
+
+    def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
+        """Of a layer in host memory each choice may bring rows of its own."""
+        needs = super().needs(plan, config, capacity, itemsize)
+        return replace(
+            needs,
+            whole_layer=False,
+            step_rows=self.choices(config) * needs.selected,
+            tail=max(TAIL_BLOCK, self.newest(needs.selected)),
+            sliding=True,
+            recurrent=True,
+        )
+
+
+class IndexRuntime(Selecting):
+    """No CUDA graph: the host knows which rows are new."""
+
+    method: Indexed
+    scores: torch.Tensor
+    index: torch.Tensor
+
+    def __init__(self, method: Indexed, setup: Setup):
+        super().__init__(method, setup)
+        self._known = [[0] * setup.batch for _ in self.plan.groups]  # tokens in the index
+
+    # ---------------------------------------------------------------- of the method
+
+    def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Put rows first .. first+n-1 of a sequence into the index; those before are in it, and any
+        that it had from `first` on are others now. k, v [Hkv, n, width] as a bank holds them.
+        """
+        raise NotImplementedError
+
+    def score(self, group: int, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """What ranks the first lengths[b] tokens, float32 [B * choices, at least the longest].
+        q [B, H, D] of the step's last query.
+        """
+        raise NotImplementedError
+
+    def completed(self, group: int, chosen: Selection, lengths: list[int]) -> Selection:
+        """A choice of a step with what else its attention needs."""
+        return chosen
+
+    def begins(self, group: int, b: int, first: int) -> int:
+        """From which row on the index of a sequence is made anew, where rows from `first` on are
+        others.
+        """
+        return first
+
+    # ---------------------------------------------------------------- learning
+
+    def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
+        self.truncate(start)
+
+    def truncate(self, length: int) -> None:
+        for group, known in enumerate(self._known):
+            for b, tokens in enumerate(known):
+                known[b] = tokens if tokens <= length else self.begins(group, b, length)
+
+    def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
+        """Full attention, and the index of what will lie in host memory. The model's last layer,
+        which comes in the last chunk only, is learnt by the first step.
+        """
+        group = self.plan.group_of[layer]
+        if group is not None and bank.on_host(layer) and self._known[group][0] == start:
+            stop = start + q.shape[1]
+            k, v = bank.newest_rows(layer, start, stop)
+            self.absorb(group, 0, start, k[0], v[0])
+            self._known[group][0] = stop
+        return super().attend_prompt(layer, q, bank, start)
+
+    @property
+    def reads_whole_prompts(self) -> bool:
+        """The index may as well be made by the first step."""
+        return True
+
+    def learn(self, group: int, layer: int, bank: Bank, lengths: list[int]) -> None:
+        """Bring the index of a layer's first `lengths` tokens up to date."""
+        for b, n in enumerate(lengths):
+            known = self._known[group][b]
+            start = known if known < n else self.begins(group, b, n - 1)
+            for first in range(start, n, AT_ONCE):
+                k, v = bank.rows(layer, first, min(n, first + AT_ONCE))
+                self.absorb(group, b, first, k[b], v[b])
+            self._known[group][b] = n
+
+    # ---------------------------------------------------------------- a step
+
+    def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
+        group, lengths = self.plan.group_of[layer], step.visible.tolist()
+        assert group is not None
+        self.learn(group, layer, step.bank, lengths)
+        if max(lengths) <= self.k:
+            return Selection(None, None, step.visible)
+        index, tail = self.index[group], self.tail_start(step)
+        choices, room = len(index) // len(q), self.k - self.method.newest(self.k)
+        stop = tail.repeat_interleave(choices)
+        counts = torch.empty_like(stop)
+        select_topk(
+            self.score(group, q[:, -1], lengths),
+            torch.zeros_like(stop),
+            stop,
+            torch.full_like(stop, room),
+            index,
+            counts,
+            backend=self.setup.backend,
+        )
+        chosen = Selection(index.view(len(q), choices, -1), counts[::choices], tail)
+        return self.completed(group, chosen, lengths)
+
+    def tail_start(self, step: Step) -> torch.Tensor:
+        return (step.visible - self.method.newest(self.k)).clamp_(min=0)
+
+    def tokens_read(self, n: int) -> int:
+        """At most: a K/V head whose query heads choose apart reads up to their number times k."""
+        apart = self.setup.config.group if self.method.gqa_reduce == "none" else 1
+        return min(n, self.k * apart)
+
+    def choosing_bytes(self, n: int) -> int:
+        """The index, where the budget does not cover everything."""
+        return len(self.plan.sparse_layers) * self.index_bytes(n) if n > self.k else 0
+
+    def index_bytes(self, n: int) -> int:
+        """Bytes of one layer's index that a step at n tokens reads."""
+        raise NotImplementedError
+
+
+def within_head_dim(name: str, count: int, config: ModelConfig) -> None:
+    """Raise SettingError where a setting counts more channels than a head of the model has."""
+    if count > config.head_dim:
+        raise SettingError(
+            f"{name}: found {count}, expected at most {config.head_dim}, the head dimension of "
+            f"this model ({config.family})"
+        )
+
+
+def grouped(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Queries [H, D] by K/V head: float32 [Hkv, G, D]."""
+    return q.float().view(kv_heads, -1, q.shape[-1])
+
+
+def reduced(scores: torch.Tensor, how: str) -> torch.Tensor:
+    """Scores [Hkv, G, n] of query heads as the choices rank them: [choices, n]."""
+    if how == "none":
+        return scores.flatten(0, 1)
+    if how == "max":
+        return scores.amax(1)
+    return scores.mean(1) if how == "mean" else scores.sum(1)

@@ -1,0 +1,197 @@
+"""SparQ: the logits of all tokens from the few channels in which the query is largest; the tokens
+that lead are attended to exactly, and what the others would weigh goes to the mean of all V.
+
+Source: Ribar et al., SparQ Attention, ICML 2024, Algorithm 1 and its section on grouped queries,
+and graphcore-research/llm-inference-research (ann_attention.py). Published: r 32 of 128 channels
+(16 to 64 tried), k 128, of which the newest quarter is taken whatever its scores, every layer. Over
+a group |q| is summed to choose channels, and the logits to choose tokens; alpha stays each query
+head's own. Prompts are read densely. K is held twice, the second time by channel, so that a channel
+is read in one run: that copy is on the device, also where the layer's rows lie in host memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from engine.bank.base import Step
+from engine.base.checks import integer, one_of
+from engine.methods.base import Runtime, Setup
+from engine.methods.select.base import Buffer, Selection
+from engine.methods.select.index.base import (
+    AT_ONCE,
+    REDUCTIONS,
+    Indexed,
+    IndexRuntime,
+    grouped,
+    reduced,
+    within_head_dim,
+)
+from engine.methods.select.index.value_sums import ValueSums
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import LayerPlan
+from kernels.rows.forms import floats, unpack_keys
+
+NEWEST = 4  # the newest tokens are this part of the budget
+
+
+@dataclass(frozen=True)
+class SparQ(Indexed):
+    """Budget as Budgeted's; a quarter of it are the newest tokens. r: channels of which approximate
+    logits are made, None for a quarter of them. mean: the approximate weight of the tokens that are
+    not read goes to the mean V. dense_layers, gqa_reduce: as Indexed's.
+    """
+
+    full_prompts = True
+
+    r: int | None = None
+    mean: bool = True
+    dense_layers: int = 0
+    gqa_reduce: str = "sum"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.r is not None:
+            integer("r", self.r, 1)
+        one_of("gqa_reduce", self.gqa_reduce, REDUCTIONS[:-1])
+
+    def channels(self, config: ModelConfig) -> int:
+        """r, or a quarter of the head dimension."""
+        return max(1, config.head_dim // 4) if self.r is None else self.r
+
+    def newest(self, budget: int) -> int:
+        return budget // NEWEST
+
+    def plan(self, config: ModelConfig) -> LayerPlan:
+        """Raises SettingError where r is above the model's head dimension."""
+        within_head_dim("r", self.channels(config), config)
+        return super().plan(config)
+
+    def buffers(
+        self, plan: LayerPlan, config: ModelConfig, capacity: int, batch: int = 1
+    ) -> dict[str, Buffer]:
+        """K by channel, sums of V (1/16 of V in bfloat16), and a query head's logits."""
+        layers, heads, dim = len(plan.sparse_layers), config.num_kv_heads, config.head_dim
+        rows = capacity if layers else 0
+        found = super().buffers(plan, config, capacity, batch) | {
+            "by_channel": Buffer((layers, batch, heads, dim, capacity)),
+            "logits": Buffer((batch * config.num_heads, rows), torch.float32),
+        }
+        if self.mean:
+            prefix, blocks = ValueSums.buffers(layers, batch, heads, capacity, dim)
+            found |= {"prefix": prefix, "blocks": blocks}
+            found["weights"] = Buffer((layers, batch, config.num_heads), torch.float32)
+            found["means"] = Buffer((layers, batch, heads, dim), torch.float32)
+        return found
+
+    def runtime(self, setup: Setup) -> Runtime:
+        return SparQRuntime(self, setup)
+
+
+@dataclass(frozen=True)
+class Completed(Selection):
+    """A choice, what it weighs of all attention, by estimate, and what stands for the rest.
+
+    weight [B, H], mean [B, Hkv, D] float32.
+    """
+
+    weight: torch.Tensor = field(kw_only=True)
+    mean: torch.Tensor = field(kw_only=True)
+
+
+class SparQRuntime(IndexRuntime):
+    """No CUDA graph: the host knows which rows are new."""
+
+    method: SparQ
+    by_channel: torch.Tensor
+    logits: torch.Tensor
+    weights: torch.Tensor
+    means: torch.Tensor
+    prefix: torch.Tensor
+    blocks: torch.Tensor
+
+    def __init__(self, method: SparQ, setup: Setup):
+        super().__init__(method, setup)
+        self._sums = ValueSums(self.prefix, self.blocks) if method.mean else None
+        self._r = method.channels(setup.config)
+
+    def begins(self, group: int, b: int, first: int) -> int:
+        return first if self._sums is None else self._sums.begins(group, b, first)
+
+    def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        rows = unpack_keys(k, self.by_channel.dtype).mT
+        self.by_channel[group, b, :, :, first : first + rows.shape[2]] = rows
+        if self._sums is not None:
+            self._sums.add(group, b, first, floats(v))
+
+    def score(self, group: int, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """Leaves every query head's logits in self.logits."""
+        heads, dim = self.by_channel.shape[2:4]
+        logits, scores = self._logits(len(q)), self.scores.view(len(q), heads, -1)
+        for b, n in enumerate(lengths):
+            asked, keys = grouped(q[b], heads), self.by_channel[group, b].flatten(0, 1)
+            sizes = asked.abs()
+            largest = sizes.sum(1).topk(self._r, -1).indices  # [Hkv, r]
+            few = asked.gather(2, largest.unsqueeze(1).expand(-1, asked.shape[1], -1))
+            cover = few.abs().sum(-1, keepdim=True) / sizes.sum(-1, keepdim=True).clamp(min=1e-30)
+            few = few * (self.scale * cover.clamp(min=1e-30).rsqrt())
+            rows = largest + dim * torch.arange(heads, device=q.device).unsqueeze(1)
+            for first in range(0, n, AT_ONCE):
+                part = slice(first, min(n, first + AT_ONCE))
+                found = few @ keys[rows.flatten(), part].float().view(heads, self._r, -1)
+                logits[b, :, :, part] = found
+                scores[b, :, part] = reduced(found, self.method.gqa_reduce)
+        return self.scores
+
+    def _logits(self, batch: int) -> torch.Tensor:
+        """[B, Hkv, G, capacity]."""
+        heads = self.by_channel.shape[2]
+        return self.logits.view(batch, heads, -1, self.logits.shape[-1])
+
+    def completed(self, group: int, chosen: Selection, lengths: list[int]) -> Selection:
+        if self._sums is None:
+            return chosen
+        assert chosen.index is not None and chosen.counts is not None
+        index, counts, logits = chosen.index.long(), chosen.counts, self._logits(len(lengths))
+        for b, n in enumerate(lengths):
+            shares = logits[b, :, :, :n].softmax(-1)
+            at = index[b, :, :n].unsqueeze(1).expand(-1, shares.shape[1], -1)
+            counted = torch.arange(at.shape[2], device=at.device) < counts[b]
+            read = (shares.gather(2, at.clamp(min=0)) * counted).sum(-1)
+            read += shares[:, :, max(0, n - self.method.newest(self.k)) :].sum(-1)
+            self.weights[group, b] = read.flatten()
+            self.means[group, b] = self._sums.mean(group, b, n)
+        return Completed(
+            chosen.index,
+            chosen.counts,
+            chosen.tail_start,
+            weight=self.weights[group],
+            mean=self.means[group],
+        )
+
+    def attend_selection(
+        self, layer: int, q: torch.Tensor, step: Step, chosen: Selection
+    ) -> torch.Tensor:
+        """With the mean V in place of what is not read."""
+        out = super().attend_selection(layer, q, step, chosen)
+        if not isinstance(chosen, Completed):
+            return out
+        weight = chosen.weight[:, None, :, None]
+        mean = chosen.mean.repeat_interleave(q.shape[2] // chosen.mean.shape[1], 1).unsqueeze(1)
+        return (weight * out + (1 - weight) * mean).to(out.dtype)
+
+    def choice(self) -> Any:
+        return {
+            group: replace(chosen, weight=chosen.weight.clone(), mean=chosen.mean.clone())
+            if isinstance(chosen, Completed)
+            else chosen
+            for group, chosen in super().choice().items()
+        }
+
+    def index_bytes(self, n: int) -> int:
+        """r channels of every token, and the mean."""
+        heads, dim = self.by_channel.shape[2:4]
+        found = heads * self._r * n * self.by_channel.element_size()
+        return found + (2 * heads * dim * self.prefix.element_size() if self.method.mean else 0)

@@ -1,0 +1,68 @@
+"""Sums of the V of every prefix of a text, in constant work per token, which follow the bank back.
+
+What is kept: the sum of all whole blocks before each block, and the prefixes of a block for the
+newest BLOCK rows. Sums are in float64 and added row after row, so that they do not depend on how a
+text was cut into chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.methods.select.base import Buffer
+
+BLOCK = 64
+
+
+class ValueSums:
+    """Of every layer and sequence. prefix [layers, B, Hkv, BLOCK, D]: of the row in slot t % BLOCK
+    the sum of its block up to it; blocks [layers, B, Hkv, N, D]: the sum before each block.
+    """
+
+    def __init__(self, prefix: torch.Tensor, blocks: torch.Tensor):
+        self.prefix, self.blocks = prefix, blocks
+        blocks[:, :, :, 0] = 0.0
+        # one past the newest row ever added, whose slot is the last that was written over
+        self._high = [[0] * prefix.shape[1] for _ in range(len(prefix))]
+
+    @staticmethod
+    def buffers(
+        layers: int, batch: int, heads: int, capacity: int, dim: int
+    ) -> tuple[Buffer, Buffer]:
+        """(prefix, blocks)."""
+        sizes = BLOCK, capacity // BLOCK + 1
+        prefix, blocks = (
+            Buffer((layers, batch, heads, size, dim), torch.float64) for size in sizes
+        )
+        return prefix, blocks
+
+    def begins(self, layer: int, b: int, first: int) -> int:
+        """From which row on `add` goes on where rows from `first` on are others: `first`, if the
+        slot of the row before it still holds its prefix.
+        """
+        held = first % BLOCK == 0 or first > self._high[layer][b] - BLOCK
+        return first if held else first // BLOCK * BLOCK
+
+    def add(self, layer: int, b: int, first: int, v: torch.Tensor) -> None:
+        """Add rows first .. first+n-1, v [Hkv, n, D]; the sums of those before are known."""
+        prefix, blocks = self.prefix[layer, b], self.blocks[layer, b]
+        heads, n, dim = v.shape
+        stop, before, number = first + n, first % BLOCK, first // BLOCK
+        whole = -(-stop // BLOCK) - number
+        rows = prefix.new_zeros(heads, whole * BLOCK, dim)
+        rows[:, before : before + n] = v
+        if before:
+            rows[:, before - 1] = prefix[:, before - 1]
+        sums = rows.view(heads, whole, BLOCK, dim).cumsum(2)
+        full = stop // BLOCK - number
+        totals = torch.cat([blocks[:, number : number + 1], sums[:, :full, -1]], 1).cumsum(1)
+        blocks[:, number : number + full + 1] = totals
+        newest = torch.arange(max(first, stop - BLOCK), stop, device=v.device)
+        prefix[:, newest % BLOCK] = sums.flatten(1, 2)[:, newest - number * BLOCK]
+        self._high[layer][b] = max(self._high[layer][b], stop)
+
+    def mean(self, layer: int, b: int, n: int) -> torch.Tensor:
+        """The mean of rows 0 .. n-1, float64 [Hkv, D]; n > 0."""
+        last = n - 1
+        block = self.blocks[layer, b, :, last // BLOCK]
+        return (block + self.prefix[layer, b, :, last % BLOCK]) / n
