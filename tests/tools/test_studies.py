@@ -16,6 +16,7 @@ PROGRAMS = (
     "duo_gates",
     "exact.cli",
     "forgetting",
+    "heavy_channels",
     "pocket.filters",
     "pocket.train",
     "prefill.block_recall",

@@ -24,6 +24,7 @@ from engine.methods.oracle.settings import ByGranularity
 from engine.methods.oracle.topk import OracleTopK
 from engine.methods.select.across.head_map import NAME
 from engine.methods.select.across.kascade import Kascade
+from engine.methods.select.index.double_sparsity import DoubleSparsity
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.pod import PodUntrained
 from tools.calibrate.pod_groups import read_blocks
@@ -362,6 +363,14 @@ def razor(facts: Facts, part: float) -> Razor | str:
         least = device_share(facts.llm, replace(method, induction=0.0), facts.capacity)
         return f"its heads of few tokens alone take {least:.1%}"
     return replace(method, induction=most / many)
+
+
+def double_sparsity(facts: Facts, share: float) -> DoubleSparsity | str:
+    """Build Double Sparsity; without channels: how to find them."""
+    try:
+        return DoubleSparsity(share=share, channels=Path(facts.llm.folder) / "double_sparsity.json")
+    except SettingError as error:
+        return str(error)
 
 
 def _most_heads(

@@ -57,6 +57,7 @@ from tools.compare.build import (
     Entry,
     Facts,
     bound,
+    double_sparsity,
     duo,
     evicting,
     evicting_at_bytes,
@@ -312,6 +313,13 @@ REGISTRY: dict[str, Entry] = {
     "quest": Entry(
         "Quest, pages of 16 by their extremes",
         lambda facts, share: Quest(share=share),
+        keeps_all,
+        group="others",
+    ),
+    "double_sparsity": Entry(
+        "Double Sparsity, by few channels found beforehand; from double_sparsity.json "
+        "(tools.studies.heavy_channels)",
+        double_sparsity,
         keeps_all,
         group="others",
     ),

@@ -120,6 +120,9 @@ def _method(
         settings = {"heads": (scores, scores), "induction": 1.0}
     if name in ("kascade", "less_is_more"):
         settings["anchors" if name == "kascade" else "layers"] = (first,)
+    if name == "double_sparsity":
+        channels = ((tuple(range(llm.config.head_dim)),) * llm.config.num_kv_heads,)
+        settings["channels"] = channels * llm.config.num_layers
     if name.startswith("omnikv"):
         settings = {"filter_layers": (first,), **CHOOSING, **settings}
     if name in SPARSE:

@@ -61,6 +61,7 @@ from engine.methods.prompts.quoka import QuoKA
 from engine.methods.select.across.kascade import Kascade
 from engine.methods.select.across.less_is_more import LessIsMore
 from engine.methods.select.across.omnikv_heads import OmniKVHeads
+from engine.methods.select.index.double_sparsity import DoubleSparsity
 from engine.methods.select.index.sparq import SparQ
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.minference import MInference
@@ -194,10 +195,24 @@ def crossed_heads(layers=7, kv_heads=2):
     )
 
 
+def heavy_channels(layers=7, kv_heads=2):
+    """Eight channels of every head, which differ from head to head and from layer to layer; the
+    first is the one that U8 plants.
+    """
+
+    def of(layer, head):
+        first, others = (1 + 3 * head) % 8, [i for i in range(8) if i != (1 + 3 * head) % 8]
+        return (first, *others[layer % 7 :], *others[: layer % 7])
+
+    return tuple(tuple(of(layer, head) for head in range(kv_heads)) for layer in range(layers))
+
+
 def fitted(method, layers, kv_heads):
     """The method for a model of another shape than the table's."""
     if type(method) is Kascade and method.head_map:
         return replace(method, head_map=crossed_heads(layers, kv_heads))
+    if type(method) is DoubleSparsity:
+        return replace(method, channels=heavy_channels(layers, kv_heads))
     if type(method) is Razor:
         heads = (duo_gates(layers, kv_heads),) * 2
         # of one head per layer none is whole, so that every layer reads less
@@ -572,6 +587,22 @@ ROWS = (
         "quest",
         Quest(tokens=CAPACITY),
         (Quest(tokens=80, page=8, gqa_reduce="sum"), Quest(share=0.5)),
+        rows_by_head,
+        selects=True,
+    ),
+    Row(
+        "double_sparsity",
+        DoubleSparsity(tokens=CAPACITY, channels=heavy_channels()),
+        (
+            DoubleSparsity(tokens=20, channels=heavy_channels(), count=8),
+            DoubleSparsity(
+                share=0.1,
+                channels=heavy_channels(),
+                count=5,
+                gqa_reduce="max",
+                dense_layers=1,
+            ),
+        ),
         rows_by_head,
         selects=True,
     ),

@@ -8,6 +8,7 @@ rows of a ring counted as if they had come over the link; a plan that promises l
 import pytest
 
 from engine import (
+    DoubleSparsity,
     Kascade,
     LessIsMore,
     MInference,
@@ -29,6 +30,7 @@ from tests.engine.methods.method_table import (
     SPARSE,
     crossed_heads,
     fitted,
+    heavy_channels,
     lists_and_tail,
     rows_by_head,
 )
@@ -45,6 +47,8 @@ CHOOSING = [
     LessIsMore(tokens=20, layers=(1, 4)),
     OmniKVHeads(**SPARSE),
     SparQ(tokens=80, r=4),
+    DoubleSparsity(tokens=20, channels=heavy_channels(), count=5),
+    DoubleSparsity(share=0.2, channels=heavy_channels(), gqa_reduce="mean"),
     SparQ(share=0.2, r=8, gqa_reduce="max", dense_layers=1),
 ]
 WHOLE = [

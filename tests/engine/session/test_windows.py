@@ -23,6 +23,7 @@ from engine.methods.evict.shared.settings import Evicting
 from engine.methods.exact import Exact
 from engine.methods.prompts.quoka import QuoKA
 from engine.methods.registry import methods
+from engine.methods.select.index.double_sparsity import DoubleSparsity
 from engine.methods.select.index.sparq import SparQ
 from engine.methods.select.minference import MInference
 from engine.methods.select.pod import PodUntrained
@@ -33,6 +34,7 @@ from engine.plan.layers import Role, layer_plan, spread_over
 from engine.session.generate import generate
 from kernels.prefill.window import prefill_window
 from tests.builders import random_ids, setup_of, tiny_config
+from tests.engine.methods.method_table import heavy_channels
 from tools.common.synthetic_bank import synthesize
 from tools.compare import bytes as compare
 from tools.fidelity import columns
@@ -227,6 +229,7 @@ def test_check_leaves_the_session_as_it_was(llm):
 
 OTHERS = {
     "quest": Quest(tokens=64, dense_layers=1),
+    "double_sparsity": DoubleSparsity(tokens=40, channels=heavy_channels(LAYERS)),
     "sparq": SparQ(tokens=64),
     "tidaldecode": TidalDecode(tokens=40, select_layer=0),
     "minference": MInference(),

@@ -1,0 +1,143 @@
+"""Double Sparsity: few channels of K, the same for all tokens and found beforehand, choose tokens.
+
+Source: Yang et al., Post-Training Sparse Attention with Double Sparsity, 2024, section 3, and
+andy-yang-1/DoubleSparse (modify_llama.py, offline_calibration.py). Offline, a head's channels are
+ranked by the mean of |q * k| over tokens that meet themselves (tools/studies/heavy_channels.py);
+the heaviest 16th of them are kept a second time, as labels, and logits of labels choose the k
+tokens that a step reads. Published: layers 0 and 1 dense, every query head chooses for itself, no
+token has a right of its own, k 2,048 or a 16th of the text. A K/V head has one list of channels,
+ranked by the sum over its query heads, so that its labels are stored once. Labels have the bank's
+element type, not 4 bits. Prompts are read densely.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.base.checks import integer
+from engine.base.errors import SettingError
+from engine.methods.base import Runtime, Setup
+from engine.methods.evict.duo_gates import Facts, checked_facts
+from engine.methods.select.base import Buffer
+from engine.methods.select.index.base import (
+    AT_ONCE,
+    Indexed,
+    IndexRuntime,
+    grouped,
+    reduced,
+    within_head_dim,
+)
+from engine.methods.select.index.channels import (
+    HOW,
+    checked_channels,
+    read_channels,
+    require_channels,
+)
+from engine.model.config.config import ModelConfig
+from engine.plan.layers import LayerPlan
+from kernels.rows.forms import unpack_keys
+
+PART = 16  # of the head dimension, by default
+
+
+@dataclass(frozen=True)
+class DoubleSparsity(Indexed):
+    """Budget as Budgeted's. channels: of every layer and K/V head, heaviest first, or a file that
+    holds them. count: channels that are labels, None for a 16th of them. dense_layers, gqa_reduce:
+    as Indexed's. made_for: numbers of the model that the file names.
+    """
+
+    full_prompts = True
+
+    channels: tuple[Any, ...] | str | Path | None = None
+    count: int | None = None
+    gqa_reduce: str = "none"
+    made_for: Facts = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.count is not None:
+            integer("count", self.count, 1)
+        channels, facts = self.channels, self.made_for
+        if isinstance(channels, (str, Path)):
+            channels, facts = read_channels(Path(channels))
+        object.__setattr__(self, "made_for", checked_facts(facts))
+        checked = None if channels is None else checked_channels(channels)
+        object.__setattr__(self, "channels", checked)
+
+    @property
+    def name(self) -> str:
+        return "double_sparsity"
+
+    def labels(self, config: ModelConfig) -> int:
+        """count, or a 16th of the head dimension."""
+        return max(1, config.head_dim // PART) if self.count is None else self.count
+
+    def plan(self, config: ModelConfig) -> LayerPlan:
+        """Raises SettingError for another model's channels, or more than a head has."""
+        count = self.labels(config)
+        within_head_dim("count", count, config)
+        if self.channels is not None:
+            assert isinstance(self.channels, tuple)
+            require_channels(self.channels, self.made_for, count, config)
+        return super().plan(config)
+
+    def validate(self, plan: LayerPlan) -> None:
+        """Raise SettingError without channels."""
+        if self.channels is None:
+            raise SettingError(f"channels: found none, expected a file or a table; {HOW}")
+
+    def buffers(
+        self, plan: LayerPlan, config: ModelConfig, capacity: int, batch: int = 1
+    ) -> dict[str, Buffer]:
+        """Labels of every token, and which channels they are."""
+        layers, heads, count = len(plan.sparse_layers), config.num_kv_heads, self.labels(config)
+        return super().buffers(plan, config, capacity, batch) | {
+            "held": Buffer((layers, batch, heads, capacity, count)),
+            "heavy": Buffer((layers, heads, 1, count), torch.int64),
+        }
+
+    def runtime(self, setup: Setup) -> Runtime:
+        return DoubleSparsityRuntime(self, setup)
+
+
+class DoubleSparsityRuntime(IndexRuntime):
+    """No CUDA graph: the host knows which rows are new."""
+
+    method: DoubleSparsity
+    held: torch.Tensor
+    heavy: torch.Tensor
+
+    def __init__(self, method: DoubleSparsity, setup: Setup):
+        super().__init__(method, setup)
+        assert isinstance(method.channels, tuple)
+        count = self.heavy.shape[-1]
+        for group, own in enumerate(self.plan.groups):
+            lists = [head[:count] for head in method.channels[own.filter_layer]]
+            self.heavy[group, :, 0] = torch.tensor(lists)
+
+    def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        rows, heavy = unpack_keys(k, self.held.dtype), self.heavy[group]
+        n = rows.shape[1]
+        self.held[group, b, :, first : first + n] = rows.gather(2, heavy.expand(-1, n, -1))
+
+    def score(self, group: int, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        heads = self.held.shape[2]
+        scores = self.scores.view(len(q), -1, self.scores.shape[1])
+        for b, n in enumerate(lengths):
+            asked = grouped(q[b], heads)
+            few = asked.gather(2, self.heavy[group].expand(-1, asked.shape[1], -1))
+            for first in range(0, n, AT_ONCE):
+                part = slice(first, min(n, first + AT_ONCE))
+                logits = few @ self.held[group, b, :, part].float().mT
+                scores[b, :, part] = reduced(logits, self.method.gqa_reduce)
+        return self.scores
+
+    def index_bytes(self, n: int) -> int:
+        """The labels of every token."""
+        heads, _, count = self.held.shape[2:]
+        return heads * count * n * self.held.element_size()
