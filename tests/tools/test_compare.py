@@ -133,7 +133,8 @@ def test_methods_and_budgets_that_are_asked_for():
 def test_every_method_of_the_engine_can_be_compared():
     from engine.methods.registry import methods
 
-    own = {"pod_untrained", "pod_snapkv", "double_sparsity", "duo", "razor"}  # of a model's files
+    # of a model's files
+    own = {"pod_untrained", "pod_snapkv", "double_sparsity", "duo", "razor", "kascade"}
     made = {
         type(REGISTRY[name].build(Facts(None, 1024, (2,)), 0.3))
         for name in REGISTRY

@@ -313,7 +313,9 @@ def pod_snapkv(facts: Facts, share: float) -> PodSnapKV | str:
 
 def filters(facts: Facts) -> tuple[int, ...] | None:
     """OmniKV's filter layers for the model, so that other methods choose in as many; None: none."""
-    method, _ = facts.llm.resolve_method(OmniKV(filter_layers=facts.filters))
+    if facts.filters is not None:
+        return facts.filters
+    method, _ = facts.llm.resolve_method(OmniKV())
     return method.filter_layers if isinstance(method, OmniKV) else None
 
 
