@@ -363,6 +363,18 @@ class Bank(ABC):
         one asks for (`rows`): an offloaded layer keeps a tail of them on the device.
         """
 
+    def keep_block(self, layer: int, b: int, first: int, place: torch.Tensor) -> None:
+        """Have the block at position `first`, which is among the newest rows of sequence b, in
+        place int64 [1] of those that stay (Needs.kept). A bank of all rows has it where it is.
+        """
+
+    def newest_kept(self, length: int) -> tuple[torch.Tensor, ...]:
+        """Copies of the rows before `length` that a bank of blocks must have to go on there."""
+        return ()
+
+    def keep_again(self, newest: tuple[torch.Tensor, ...]) -> None:
+        """Go back to `newest_kept`; what was kept of the blocks before them is there still."""
+
     def stage_layer(self, layer: int) -> None:
         """Start copying a whole layer to the device; `kv` will wait for it."""
 

@@ -88,7 +88,9 @@ def memory_items(
         freed = _keys_freed(config, needs.near, dtype, chunk, context)
         bank -= freed
         bank_note += f", but {human(freed)} of distant K that no layer reads"
-    if needs.forgets:
+    if needs.kept is not None:
+        bank, bank_note = _blocks_item(config, needs, size, chunk, context)
+    elif needs.forgets:
         bank, bank_note = _waiting_item(config, needs, size, chunk, context)
     scratch = scratch_bytes(scratch_shape(config, needs, context, dtype), device, backend)
     ring = RING * _query_bytes(config, size)
@@ -157,6 +159,17 @@ def _waiting_item(
     return len(config.keeping_layers) * (rows + step) * each, note
 
 
+def _blocks_item(
+    config: ModelConfig, needs: Needs, size: int, chunk: int, context: int
+) -> tuple[int, str]:
+    """Return the bytes of a bank of blocks, to the byte what it allocates, and their note."""
+    assert needs.kept is not None
+    each, kept, ring = config.kv_bytes(size), needs.kept, ring_size(needs.tail, chunk, context)
+    note = f"{each} B x {kept.rows} rows of {kept.held} blocks and {kept.first} first tokens, and "
+    note += f"a ring of {ring} newest, twice"
+    return len(config.keeping_layers) * (kept.rows + 2 * ring) * each, note
+
+
 def _forgetting_items(
     config: ModelConfig, needs: Needs, size: int, chunk: int, context: int, savepoints: int
 ) -> tuple[Item, ...]:
@@ -170,7 +183,7 @@ def _forgetting_items(
     point = needs.point_bytes + MOST_WINDOW * _query_bytes(config, size)
     point += 4 * config.vocab_size
     rows = _waiting(needs, chunk, context) + min(needs.retained, context)
-    cut = rows * config.kv_bytes(size)
+    cut = 0 if needs.kept else rows * config.kv_bytes(size)  # blocks are copied one by one
     saved, note = points * point, f"{points} x {human(point)}, a prompt's store to go back to"
     if needs.proportional and needs.waiting >= context:
         # of a shorter prompt the stores are smaller, and the next prompt is what is left
@@ -179,7 +192,10 @@ def _forgetting_items(
         note += ", in the place of rows that waited"
     if not points:
         note = "none: going back reads again from the beginning"
-    return ("cut of a layer", cut, "its rows once more"), ("savepoints", saved, note)
+    return (
+        *((("cut of a layer", cut, "its rows once more"),) if cut else ()),
+        ("savepoints", saved, note),
+    )
 
 
 def _state_items(
@@ -554,6 +570,7 @@ def plan_at(
         shared=found.shared,
         full_bank=_full_bank(config, size, chunk, context),
         budget=needs.retained or needs.selected,
+        selected=needs.selected if needs.retained else 0,
         kept=needs.retained_bytes,
         outlook=search.outlook(context, placement),
         prompt_link_bytes=search.link_bytes(context, placement),

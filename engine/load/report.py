@@ -31,7 +31,8 @@ class Plan:
     host_free: bytes found on the device and in host memory; free_name and host_name say what bounds
     them, with a figure; shared: it is a GPU's and the host's at once. placement: what lives in host
     memory; None: nothing. host_bytes: host tier of one session (on a CPU it is part of the total).
-    full_bank: bytes of K and V of all layers. budget: selected or retained tokens. kept: bytes of K
+    full_bank: bytes of K and V of all layers. budget: selected or retained tokens. selected: those
+    that a step reads of the retained ones; 0: all. kept: bytes of K
     and V that an evicting method keeps after a prompt of max_context; 0 for other methods. outlook:
     what exact mode promises at max_context. prompt_link_bytes, step_link_bytes: the most that
     reading max_context tokens, and a step after them, brings from host memory. offload: what was
@@ -60,6 +61,7 @@ class Plan:
     shared: bool = False
     full_bank: int = 0
     budget: int = 0
+    selected: int = 0
     kept: int = 0
     outlook: str = ""
     prompt_link_bytes: int = 0
@@ -217,7 +219,8 @@ class Plan:
             f"placement {self.where}",
         ]
         if self.forever:
-            lines.append(f"reads     {self.budget} rows of each layer in a step, at any length")
+            most = f"at most {self.selected}" if self.selected else f"{self.budget}"
+            lines.append(f"reads     {most} rows of each layer in a step, at any length")
         else:
             lines += [
                 f"reads     {self.mem:.1%} of the bank in a step (the paper's Mem%); {held}",

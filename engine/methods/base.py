@@ -139,7 +139,7 @@ class Method:
         """The error for a stream of a method that it does not take."""
         return SettingError(
             f"forever: found {self.name}, which {why}; use streaming_llm, lm_infinite or window "
-            "with a number of tokens (--method streaming_llm --tokens 2048)"
+            "with a number of tokens (--method streaming_llm --tokens 2048), or infllm"
         )
 
     def validate(self, plan: LayerPlan) -> None:
@@ -495,6 +495,14 @@ class Runtime:
 
     def load(self, state: Any, length: int | None) -> None:
         """Go back to a `state` taken when the bank held `length` tokens (None: a copy)."""
+
+    def loadable(self, state: Any) -> bool:
+        """Whether what a `savepoint` of this session does not hold is there still."""
+        return True
+
+    def forgotten(self, length: int) -> int:
+        """How many of a stream's `length` tokens have no row any more."""
+        return max(0, length - self.needs.retained)
 
     def restored(self, state: Any, length: int) -> Any:
         """Return for `load` a state of a file, taken at `length` tokens. Raises ValueError if it

@@ -83,7 +83,9 @@ class Needs:
     ids: the end of a prompt is told all token ids.
     outputs: it hears of every token and the logits behind it (Runtime.hear), for which the last
     layer of a prompt is computed whole.
-    cache: blocks that the device keeps of each layer in host memory (Bank.block_rows).
+    cache: blocks that the device keeps of each layer in host memory (Bank.block_rows). kept: first
+    tokens and places for blocks that the bank of a session that forgets has of each layer, beside
+    its newest `tail` tokens (engine/bank/block_bank.py); None: such a bank keeps no block.
     near: K that is freed; None: none.
     """
 
@@ -122,6 +124,7 @@ class Needs:
     outputs: bool = False
     cache: BlockCache | None = None
     near: NearKeys | None = None
+    kept: BlockCache | None = None
 
     @property
     def lacks(self) -> bool:

@@ -168,7 +168,9 @@ def tokens_again(session: SessionState, n: int) -> int:
 
 def _loadable(session: SessionState, point: Savepoint) -> bool:
     """Return whether the session can return to a savepoint without what came before it."""
-    return session.history.loadable(point) and session.bank.holds(point.length)
+    if not session.history.loadable(point) or not session.bank.holds(point.length):
+        return False
+    return point.state is None or session.runtime.loadable(point.state)
 
 
 def rows_lost(session: SessionState, needs: Needs, n: int) -> bool:
@@ -229,7 +231,7 @@ def _require_tokens(session: SessionState, n: int, ends: list[Savepoint]) -> Non
     first = ids.first if isinstance(ids, NewestTokens) else 0
     if not n or not first:
         return
-    loadable = [p.length for p in ends if session.history.loadable(p) and p.length >= first]
+    loadable = [p.length for p in ends if _loadable(session, p) and p.length >= first]
     kept, _ = _ends_at(session, n, ends)
     if any(point.length in loadable for point in kept):
         return

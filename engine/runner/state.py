@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from engine.bank.base import Bank
+from engine.bank.block_bank import BlockBank
 from engine.bank.chunk_bank import ChunkBank
 from engine.bank.device import DeviceBank
 from engine.bank.host.tiered import TieredBank
@@ -210,6 +211,9 @@ class SessionState:
         """An empty bank for this session under a method with such needs."""
         loaded, planner = self.loaded, self.planner
         config, dtype, device = loaded.config, loaded.dtype, loaded.model.device
+        if needs.kept is not None:
+            sizes = dict(window=needs.tail, chunk=planner.chunk)
+            return BlockBank(config, self.capacity, dtype, device, kept=needs.kept, **sizes)
         if needs.forgets:
             span = planner.chunk + needs.waiting
             sizes = dict(span=span, chunk=planner.chunk)

@@ -55,6 +55,11 @@ Progress = Callable[[int, int], None]  # (tokens done, tokens in all)
 def require_savable(session: SessionState) -> None:
     """Raise SettingError if a session has state that a file cannot restore."""
     name, needs = session.method.name, session.runtime.needs
+    if needs.kept is not None:
+        raise SettingError(
+            f"save: found a session of {name} that keeps a number of blocks, whose rows no file "
+            "holds; expected blocks=None, or streaming_llm in a stream without end"
+        )
     if needs.forgets:
         if session.history.prompt_is_open(len(session)):
             raise SettingError(

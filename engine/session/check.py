@@ -138,6 +138,11 @@ def check(
             "check: this method has no sparse layer, there is nothing to compare; use "
             "method=OmniKV(...)"
         )
+    if session.bank.forgets:
+        raise SettingError(
+            f"check: found {session.method.name} with rows that it has freed, expected those of "
+            f"all {last:,} tokens, which full attention reads; use a session that keeps them"
+        )
     if steps < 1:
         raise SettingError(
             f"check: found a session of {last} tokens, expected a prompt and at least one token of "

@@ -123,7 +123,7 @@ class Session(SessionState):
     @property
     def forgotten(self) -> int:
         """Tokens whose rows a stream without end has freed; 0 for another session."""
-        return max(0, len(self) - self.runtime.needs.retained) if self.endless else 0
+        return self.runtime.forgotten(len(self)) if self.endless else 0
 
     def reads_again(self, method: Method) -> int:
         """Return how many tokens `set_method(method)` reads again because their rows are gone."""

@@ -11,12 +11,13 @@ not local sits at RoPE distance `local` (the published code's table begins at 1 
 session's text must be read under this method from its first token. Pieces end at absolute multiples
 of `chunk` and at the end of a chunk of the prefill; a step is a piece of one token. Of a layer in
 host memory the device has the first tokens, the `cached` blocks that were read last, and the
-remainder with the window, as published.
+remainder with the window, as published. With a number of `blocks` a session keeps so many of each
+layer and no row of the others (engine/bank/block_bank.py); a stream without end (`forever`) does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,11 +36,16 @@ from kernels.prefill.dense import prefill_dense
 from kernels.rows.forms import as_bytes, key_floats
 
 
+STREAM_BLOCKS = 512  # that a stream without end keeps where nobody says how many
+
+
 @dataclass(frozen=True)
 class InfLLM(Method):
     """block: tokens of a block. init: first tokens, always seen. local: window of a query, itself
     included. topk: blocks that a piece reads. representatives: tokens that stand for a block.
     cached: blocks of a layer in host memory that are on the device. chunk: queries of a piece.
+    blocks: those of a layer that are kept, beyond which the one that was read longest ago is
+    forgotten; None: all.
     """
 
     block: int = 128
@@ -49,6 +55,7 @@ class InfLLM(Method):
     representatives: int = 4
     cached: int = 32
     chunk: int = 512
+    blocks: int | None = None
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -61,6 +68,8 @@ class InfLLM(Method):
             ("cached", self.topk, None),
         ):
             integer(name, getattr(self, name), least, most)
+        if self.blocks is not None:
+            integer("blocks", self.blocks, self.topk)
 
     @property
     def cannot_draft(self) -> str:
@@ -80,7 +89,34 @@ class InfLLM(Method):
                 f"infllm: turns rows back by one rope, found layers with different ones "
                 f"({config.family}); use another method"
             )
+        if self.blocks is not None and len(config.keeping_layers) < config.num_layers:
+            raise SettingError(
+                f"blocks: found {self.blocks} for layers that read the rows of others "
+                f"({config.family}), where each forgets other ones; leave it out"
+            )
         return single_layer_groups(config.num_layers, range(config.num_layers))
+
+    def bounds_distances(self, plan: LayerPlan, positions: int, length: int) -> bool:
+        """What is outside the window is seen at its distance."""
+        return self.local <= positions
+
+    def streamed(self, config: ModelConfig) -> Method:
+        """A number of blocks, and nothing else but first tokens, remainder and window."""
+        return replace(self, blocks=STREAM_BLOCKS) if self.blocks is None else self
+
+    def gone(self, length: int) -> int:
+        """How many of `length` tokens are forgotten in each layer."""
+        blocks = Layout.at(self, length).blocks
+        return 0 if self.blocks is None else self.block * max(0, blocks - self.blocks)
+
+    def forgotten(self, length: int) -> str:
+        if not self.gone(length):
+            return ""
+        return (
+            f"from here on every layer forgets the block of {self.block:,} tokens that it read "
+            f"longest ago; {self.blocks:,} blocks are held beside the first {self.init:,} tokens "
+            f"and the newest {self.local:,}"
+        )
 
     def validate_switch(self, length: int) -> None:
         """A bank that another method has read holds neither this one's hidden states nor its
@@ -96,12 +132,12 @@ class InfLLM(Method):
         """Device bytes: scores of the window, twice, and one mean key per block and query head. Of
         a layer in host memory the ring keeps the window and what is in no block yet.
         """
-        slots, blocks = BlockMemory.sizes(self, capacity)
+        slots, count = BlockMemory.sizes(self, capacity)
         heads = config.num_layers * config.num_heads
         seen = self.init + self.local + (self.topk + 1) * self.block + self.chunk
-        return Needs(
+        needs = Needs(
             selected=min(capacity, seen),  # the most that one query sees
-            device_bytes=heads * (8 * slots + blocks * config.head_dim * itemsize),
+            device_bytes=heads * (8 * slots + count * config.head_dim * itemsize),
             every_query=slots > 0,  # every query's attention counts for the representatives
             tail=self.local + self.block,
             offload=plan.each_layer,
@@ -110,6 +146,19 @@ class InfLLM(Method):
             cache=self.cache(capacity),
             final_call=None,  # pieces end where a call ends
             history="rerun",  # what tokens have received cannot be taken back
+        )
+        if self.blocks is None:
+            return needs
+        table, newest = 16 * config.num_layers * count, self.local + self.block
+        rows = config.num_layers * newest * config.kv_bytes(itemsize)
+        return replace(
+            needs,
+            device_bytes=needs.device_bytes + table,
+            offload=(),
+            forgets=True,
+            kept=BlockCache(self.init, self.block, count, self.topk),
+            retained=min(capacity, self.init + count * self.block + newest),
+            point_bytes=heads * 4 * slots + table + rows,
         )
 
     def cache(self, capacity: int) -> BlockCache | None:
@@ -187,6 +236,12 @@ class InfLLMRuntime(Runtime):
         """Drop what is left of an interrupted chunk."""
         self._newest = None
 
+    def chunk_stop(self, first: int, stop: int) -> int:
+        """Where blocks are forgotten no more form than there are empty places."""
+        if (kept := self.memory.kept) is None or kept.most >= kept.count:
+            return stop
+        return min(stop, first + (kept.count - kept.most) * self.method.block)
+
     def commit(self, count: int) -> None:
         self.memory.commit()
         self._newest = None
@@ -194,11 +249,29 @@ class InfLLMRuntime(Runtime):
     def state(self) -> Any:
         return self.memory.state()
 
+    def savepoint(self) -> Any:
+        """With the newest rows, where the bank does not keep them."""
+        state, kept = self.memory.state(), self.memory.kept
+        if kept is None or self.bank is None:
+            return state
+        return *state, self.bank.newest_kept(max(stop for stop, _ in state[1]))
+
     def load(self, state: Any, length: int | None) -> None:
+        if self.memory.kept is not None and len(state) > 3:
+            *state, newest = state
+            assert self.bank is not None
+            self.bank.keep_again(newest)
         self.memory.load(state)
 
+    def loadable(self, state: Any) -> bool:
+        return self.memory.holds(state)
+
+    def forgotten(self, length: int) -> int:
+        return self.method.gone(length)
+
     def copy_from(self, other: Any, sequence: int = 0) -> None:
-        self.memory.load(other.memory.state(), sequence)
+        formed = 0 if other.memory.kept is None else other.memory.kept.formed
+        self.memory.load(other.memory.state(), sequence, formed)
         self.memory.means[:, sequence] = other.memory.means[:, 0]
 
     def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
@@ -262,18 +335,22 @@ class InfLLMRuntime(Runtime):
                 key_floats(k).transpose(0, 1), -torch.arange(first, last, device=q.device)
             ).transpose(0, 1)
 
-        memory.form(layer, b, start, plain_keys)
+        def keep(first: int, place: torch.Tensor) -> None:
+            bank.keep_block(layer, b, first, place)
+
+        memory.form(layer, b, start, plain_keys, keep)
         layout = Layout.at(self.method, start)
         positions = torch.arange(start, stop, device=q.device)
         distant = self.rotary.rotate_by(
             self.rotary.rotate_by(q.float(), -positions), torch.full_like(positions, local)
         )
-        blocks, first = memory.rank(layer, b, distant.mean(0), layout), max(0, start - local + 1)
+        places, first = memory.rank(layer, b, distant.mean(0), layout), max(0, start - local + 1)
+        blocks = memory.reads(layer, b, places, start)
         far = self._far_rows(start, stop, blocks)
         k, v = near.rows(first, stop)
         if len(q) == 1 and meets_far(self.setup.backend, k):
-            if bank.on_host(layer):
-                where, rows = self._far(layer, b, bank, layout, blocks, near, stop), None
+            if bank.on_host(layer) or bank.forgets:
+                where, rows = self._far(layer, b, bank, layout, places, near, stop), None
             else:  # far rows stay where they are: to copy them cost more than to read them
                 k_all, v_all = bank.rows(layer, 0, stop)
                 where, rows = (k_all[b], v_all[b]), far
@@ -281,13 +358,13 @@ class InfLLMRuntime(Runtime):
             out, received = attend_far(q[0], distant[0], *given)
             out = out[None]
         else:
-            far_k, far_v = self._far(layer, b, bank, layout, blocks, near, stop)
+            far_k, far_v = self._far(layer, b, bank, layout, places, near, stop)
             turned = self.rotary.rotate_by(key_floats(far_k).transpose(0, 1), -far).transpose(0, 1)
             out, received = attend_far_and_near(
                 q, distant, turned, far_v, k, v, far, first, positions, local, self.scale
             )
         memory.collect(layer, b, first, start, stop, received)
-        memory.form(layer, b, stop, plain_keys)
+        memory.form(layer, b, stop, plain_keys, keep)
         if b == 0:
             self.read[layer] = start, stop, blocks
         if stop <= local:  # only the window: the dense launcher, to the bit
@@ -303,7 +380,7 @@ class InfLLMRuntime(Runtime):
         b: int,
         bank: Bank,
         layout: Layout,
-        blocks: torch.Tensor,
+        places: torch.Tensor,
         near: Near,
         stop: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -313,7 +390,7 @@ class InfLLMRuntime(Runtime):
         rest = near.rows(layout.rest, max(layout.rest, stop - self.method.local))
         if self.needs.cache is None:
             return rest
-        kept = bank.block_rows(layer, layout.initial, blocks, layout.rest, self.needs.cache)
+        kept = bank.block_rows(layer, layout.initial, places, layout.rest, self.needs.cache)
         parts = ((as_bytes(old[b]), as_bytes(new)) for old, new in zip(kept, rest))
         k, v = (torch.cat(part, 1).view(bank.dtype) for part in parts)
         return k, v

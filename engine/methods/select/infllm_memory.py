@@ -3,7 +3,8 @@ has received, what stands for a block.
 
 Source: InfLLM (Xiao et al., 2024), section 3, and thunlp/InfLLM (context_manager.py). K and V stay
 in the bank; of blocks in host memory it keeps the last `cached` that were read on the device
-(engine/bank/host/cache/cached_blocks.py).
+(engine/bank/host/cache/cached_blocks.py). Where the number of blocks is limited, each lies in a
+place of a table (engine/methods/select/kept/blocks.py); without a limit in that of its number.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.methods.base import Setup
+from engine.methods.select.kept.blocks import KeptBlocks, places
 from kernels.rows.forms import floats, key_floats
 
 
@@ -35,6 +37,8 @@ class MemorySettings(Protocol):
     def topk(self) -> int: ...
     @property
     def representatives(self) -> int: ...
+    @property
+    def blocks(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -58,26 +62,30 @@ class Layout:
 class BlockMemory:
     """scores float32 [2, layers, B, H, R]: local attention received, position p in slot p % R,
     twice so that an interrupted chunk or step leaves the committed half as it was. means [layers,
-    B, blocks, H, D] in the bank's dtype: the mean representative key of each block and query head,
-    before rotation. Tokens that were never attended under this method have received nothing; of
+    B, places, H, D] in the bank's dtype: the mean representative key of each block and query head,
+    before rotation. kept: which block lies in which place, where their number is limited. Tokens that were never attended under this method have received nothing; of
     equal ones the first stand for their block.
     """
 
     def __init__(self, method: MemorySettings, setup: Setup):
         config = setup.config
         self.method, self.batch = method, setup.batch
-        self.slots, blocks = self.sizes(method, setup.capacity)
+        self.slots, count = self.sizes(method, setup.capacity)
         layers, heads = config.num_layers, config.num_heads
         self.scores = torch.zeros(2, layers, setup.batch, heads, self.slots, device=setup.device)
         self.means = torch.zeros(
             layers,
             setup.batch,
-            blocks,
+            count,
             heads,
             config.head_dim,
             dtype=setup.dtype,
             device=setup.device,
         )
+        self.kept: KeptBlocks | None = None
+        if method.blocks is not None:
+            given = count, layers, setup.batch, setup.device
+            self.kept = KeptBlocks(method.blocks, *given)
         # which half is committed
         self.half = [0] * layers
         # (tokens attended, blocks formed), committed
@@ -87,14 +95,17 @@ class BlockMemory:
 
     @staticmethod
     def sizes(method: MemorySettings, capacity: int) -> tuple[int, int]:
-        """(slots of the ring, most blocks) in a bank of `capacity` tokens."""
+        """(slots of the ring, places for blocks) in a session of `capacity` tokens."""
         blocks = Layout.at(method, capacity).blocks
+        if method.blocks is not None:
+            blocks = places(method.blocks, method.block, blocks)
         return (method.local + method.block + method.chunk if blocks else 0), blocks
 
     @property
     def nbytes(self) -> int:
-        """Bytes of scores and means."""
-        return sum(t.numel() * t.element_size() for t in (self.scores, self.means))
+        """Bytes of scores, means and the table of places."""
+        held = sum(t.numel() * t.element_size() for t in (self.scores, self.means))
+        return held + (0 if self.kept is None else self.kept.nbytes)
 
     def open(self, layer: int) -> None:
         """Begin a chunk or step of a layer from what is committed; changes are pending until
@@ -103,22 +114,41 @@ class BlockMemory:
         half = self.half[layer]
         self.scores[1 - half, layer].copy_(self.scores[half, layer])
         self.pending[layer] = list(self.known[layer])
+        if self.kept is not None:
+            self.kept.open(layer)
 
     def commit(self) -> None:
         """Make the pending changes permanent."""
         for layer, known in self.pending.items():
             self.half[layer], self.known[layer] = 1 - self.half[layer], known
         self.pending = {}
+        if self.kept is not None:
+            self.kept.commit(self.formed)
+
+    @property
+    def formed(self) -> int:
+        """Blocks that have formed in any layer and sequence."""
+        return max(formed for row in self.known for _, formed in row)
 
     def rank(self, layer: int, b: int, mean_query: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Blocks that a piece reads, int64 ascending: the topk by the sum over heads of mean query
-        times mean key. mean_query [H, D] float32.
+        """Places of the blocks that a piece reads, int64 in the order of blocks: the topk by the
+        sum over heads of mean query times mean key. mean_query [H, D] float32.
         """
-        count = layout.blocks
+        count, most = layout.blocks, self.method.blocks
         if count <= self.method.topk:
             return torch.arange(count, device=mean_query.device)
-        sums = self.means[layer, b, :count].float().flatten(1) @ mean_query.flatten()
-        return torch.topk(sums, self.method.topk).indices.sort().values
+        if most is None or count <= most:  # each in the place of its number
+            sums = self.means[layer, b, :count].float().flatten(1) @ mean_query.flatten()
+            return torch.topk(sums, self.method.topk).indices.sort().values
+        assert self.kept is not None
+        sums = self.means[layer, b].float().flatten(1) @ mean_query.flatten()
+        sums = sums.masked_fill_(self.kept.empty(layer, b), float("-inf"))
+        chosen = torch.topk(sums, self.method.topk).indices
+        return chosen[self.kept.number_of(layer, b, chosen).argsort()]
+
+    def reads(self, layer: int, b: int, chosen: torch.Tensor, start: int) -> torch.Tensor:
+        """Note that the piece at `start` reads these places; their blocks, int64 ascending."""
+        return chosen if self.kept is None else self.kept.read(layer, b, chosen, start)
 
     def collect(
         self, layer: int, b: int, first: int, start: int, stop: int, received: torch.Tensor
@@ -148,10 +178,16 @@ class BlockMemory:
             begin = end
 
     def form(
-        self, layer: int, b: int, length: int, keys: Callable[[int, int], torch.Tensor]
+        self,
+        layer: int,
+        b: int,
+        length: int,
+        keys: Callable[[int, int], torch.Tensor],
+        keep: Callable[[int, torch.Tensor], None],
     ) -> None:
         """Form the blocks that are whole at `length`: keys(first, stop) gives K before rotation,
-        float32 [Hkv, n, D].
+        float32 [Hkv, n, D]; keep(first, place int64 [1]) is told where the block at position
+        `first` goes, if their number is limited.
         """
         ring = self.scores[1 - self.half[layer], layer, b]
         attended, formed = self.pending[layer][b]
@@ -165,20 +201,39 @@ class BlockMemory:
             ]
             heads = torch.arange(len(ring), device=ring.device).unsqueeze(1)
             kv_head = heads // (len(ring) // len(rows))
-            self.means[layer, b, block] = rows[kv_head, best].mean(1).to(self.means.dtype)
+            mean = rows[kv_head, best].mean(1).to(self.means.dtype)
+            if self.kept is None:
+                self.means[layer, b, block] = mean
+            else:
+                place = self.kept.take(layer, b, block, length)
+                self.means[layer, b].index_copy_(0, place, mean[None])
+                keep(first, place)
         self.pending[layer][b] = attended, max(formed, blocks)
 
     def state(self) -> Any:
-        """What is committed of sequence 0: scores [layers, H, R], tokens and blocks known."""
+        """What is committed of sequence 0: scores [layers, H, R], tokens and blocks known, and the
+        table of places where there is one.
+        """
         scores = torch.stack([self.scores[half, layer, 0] for layer, half in enumerate(self.half)])
-        return scores, [row[0] for row in self.known]
+        known = [row[0] for row in self.known]
+        return (scores, known) if self.kept is None else (scores, known, self.kept.state())
 
-    def load(self, state: Any, b: int = 0) -> None:
-        """Go back to a `state` as sequence b."""
-        self.pending = {}
-        for layer, (half, scores, known) in enumerate(zip(self.half, *state)):
+    def load(self, state: Any, b: int = 0, formed: int = 0) -> None:
+        """Go back to a `state` as sequence b. formed: the most blocks that had formed in the
+        session that it is of, where that is another.
+        """
+        self.pending, (all_scores, all_known, *kept) = {}, state
+        for layer, (half, scores, known) in enumerate(zip(self.half, all_scores, all_known)):
             self.scores[half, layer, b] = scores
             self.known[layer][b] = known
+        if self.kept is not None:
+            self.kept.load(*kept, b, formed)
+
+    def holds(self, state: Any) -> bool:
+        """Whether the blocks of a `state` of this session are all there still."""
+        if self.kept is None:
+            return True
+        return self.kept.holds(max(formed for _, formed in state[1]))
 
 
 def attend_far_and_near(
