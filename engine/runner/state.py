@@ -452,13 +452,15 @@ def held_figures(session: SessionState) -> dict[str, Any]:
         mem=mem_from_budget(k, prompt, plan.dense_share) if k and plan.partial_layers else 1.0,
         **session.bank.figures(),
     )
+    if session.bank.forgets:
+        kept = session.history.nbytes + session.query_ring.kept_bytes
+        figures |= dict(forgets=True, snapshot_bytes=kept)
     if runtime.needs.history == "store":
         # Resident: what the method needs, of what its tokens would take. A bank may stand beside.
         every = session.bytes_of(max(1, len(session.ids)))
         figures |= dict(
             selection_bytes=0,
             store_bytes=runtime.nbytes,
-            forgets=session.bank.forgets,
             snapshot_bytes=session.history.nbytes + session.query_ring.kept_bytes,
             resident=runtime.kv_bytes / every,
         )

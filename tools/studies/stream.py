@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine import LLM, Full, LMInfinite, StreamingLLM, Window
+from engine import LLM, Full, InfLLM, LMInfinite, StreamingLLM, Window
 from engine.base.errors import UsageError
 from engine.cli.figures import resident_bytes
 from engine.session.session import Session
@@ -36,7 +36,25 @@ from tools.calibrate.texts import read_text, texts_for
 from tools.common.program import POCKET, guarded, model_label, replace_text, say
 
 ROOT = Path(__file__).resolve().parents[2]
-STREAMS = {"streaming_llm": StreamingLLM, "lm_infinite": LMInfinite, "window": Window}
+BLOCK = 64  # tokens of a block of InfLLM
+
+
+def infllm(tokens: int) -> InfLLM:
+    """InfLLM whose steps read at most `tokens` rows, half of them the window, and which keeps four
+    times as many in blocks.
+    """
+    local, most = tokens // 2, 4 * tokens // BLOCK
+    topk = max(1, local // BLOCK - 2)  # with the first tokens and what is in no block yet
+    sizes = dict(block=BLOCK, init=BLOCK, local=local, topk=topk, cached=topk, blocks=most)
+    return InfLLM(**sizes, chunk=min(512, local))
+
+
+STREAMS = {
+    "streaming_llm": StreamingLLM,
+    "lm_infinite": LMInfinite,
+    "window": Window,
+    "infllm": infllm,
+}
 LINES = (*STREAMS, "fresh", "full")
 REFERENCE = "streaming_llm-prompts"  # the line and feed that others are compared with
 SMOOTH = 2  # rows on either side of one that the plot takes the mean of
@@ -100,7 +118,7 @@ def opened(args: argparse.Namespace, base: LLM) -> LLM:
     if args.line == "full":
         return LLM.sharing(base, method=Full(), max_context=args.tokens + 64, beyond=True)
     name = "streaming_llm" if args.line == "fresh" else args.line
-    return LLM.sharing(base, method=STREAMS[name](tokens=args.keep), forever=True)
+    return LLM.sharing(base, method=STREAMS[name](args.keep), forever=True)
 
 
 def by_steps(session: Session, ids: list[int], first: int, stop: int) -> float:
@@ -185,6 +203,7 @@ def measured(session: Session, loss: float, ms: float) -> dict[str, Any]:
     """
     stats = session.stats
     held = stats.bank_bytes + stats.store_bytes + stats.snapshot_bytes + stats.ring_bytes
+    held += stats.selection_bytes
     return {
         "loss": round(loss, 5),
         "ms": round(ms, 4),

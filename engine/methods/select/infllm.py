@@ -35,7 +35,6 @@ from kernels.kept.far import attend_far, meets_far
 from kernels.prefill.dense import prefill_dense
 from kernels.rows.forms import as_bytes, key_floats
 
-
 STREAM_BLOCKS = 512  # that a stream without end keeps where nobody says how many
 
 

@@ -63,8 +63,9 @@ class BlockMemory:
     """scores float32 [2, layers, B, H, R]: local attention received, position p in slot p % R,
     twice so that an interrupted chunk or step leaves the committed half as it was. means [layers,
     B, places, H, D] in the bank's dtype: the mean representative key of each block and query head,
-    before rotation. kept: which block lies in which place, where their number is limited. Tokens that were never attended under this method have received nothing; of
-    equal ones the first stand for their block.
+    before rotation. kept: which block lies in which place, where their number is limited. Tokens
+    that were never attended under this method have received nothing; of equal ones the first stand
+    for their block.
     """
 
     def __init__(self, method: MemorySettings, setup: Setup):
@@ -227,7 +228,7 @@ class BlockMemory:
             self.scores[half, layer, b] = scores
             self.known[layer][b] = known
         if self.kept is not None:
-            self.kept.load(*kept, b, formed)
+            self.kept.load(kept[0], b, formed)
 
     def holds(self, state: Any) -> bool:
         """Whether the blocks of a `state` of this session are all there still."""
