@@ -50,9 +50,9 @@ def infllm(tokens: int) -> InfLLM:
 
 
 STREAMS = {
-    "streaming_llm": StreamingLLM,
-    "lm_infinite": LMInfinite,
-    "window": Window,
+    "streaming_llm": lambda tokens: StreamingLLM(tokens=tokens),
+    "lm_infinite": lambda tokens: LMInfinite(tokens=tokens),
+    "window": lambda tokens: Window(tokens=tokens),
     "infllm": infllm,
 }
 LINES = (*STREAMS, "fresh", "full")
