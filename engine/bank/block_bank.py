@@ -109,9 +109,9 @@ class BlockBank(Bank):
         ring = self._rings[layer]
         if first < ring.low:
             raise SettingError(
-                f"blocks: found rows {first:,} to {stop - 1:,} of layer {layer} asked for in order, "
-                f"of which those before {ring.low:,} are gone or in blocks; use a method that "
-                "keeps every token"
+                f"blocks: found rows {first:,} to {stop - 1:,} of layer {layer} asked for, whose "
+                f"beginning before {ring.low:,} is gone or in blocks; use a method that keeps all "
+                "tokens"
             )
         return ring.views(first, stop)
 

@@ -74,6 +74,8 @@ def _nothing_sparse(chat: Chat) -> str:
         reads = "drops tokens and chooses none" if session.plan.partial_layers else "reads all"
         begin = "a conversation without --forever can" if session.endless else CHOOSES
         return f"{name} {reads}; {begin}"
+    if session.bank.forgets:
+        return f"{name} has freed rows that full attention would read"
     return f"{name} is {found}; {CHOOSES}" if (found := waits(session)) else ""
 
 
@@ -166,7 +168,11 @@ def sources_text(conversation: Conversation, found: list[Passage]) -> str:
 
 
 def _tail_note(conversation: Conversation) -> list[str]:
-    """Say from which token on the tail, which every step reads whole, covers a document."""
+    """Say how much is forgotten, and from which token on the tail, which every step reads whole,
+    covers a document.
+    """
+    if gone := conversation.session.forgotten:
+        return [f"({count(gone)} are forgotten, and no layer read them)"]
     start = tail_start(len(conversation.session), getattr(conversation.session.method, "tail", 0))
     character = conversation.ends[start - 1] if start else 0
     if all(document.stop <= character for document in conversation.documents):

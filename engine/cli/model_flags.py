@@ -147,7 +147,8 @@ def _length_flags(add: Callable) -> None:
         "--forever",
         action="store_true",
         help="conversations without end in constant memory: what is beyond the sinks and the "
-        "newest --tokens of streaming_llm (the default here), lm_infinite or window is forgotten",
+        "newest --tokens of streaming_llm (the default here), lm_infinite or window is forgotten; "
+        "of infllm what is in no window and none of its blocks",
     )
 
 

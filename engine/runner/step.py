@@ -82,7 +82,7 @@ class DecodeStep:
 def watched(session: SessionState, kind: StepKind) -> tuple[StepKind, Watch | None]:
     """Return (the step that runs, the session's watch if it is to meter that step)."""
     watch = session.watch
-    if watch is None or not kind.sparse or not session.plan.sparse_layers:
+    if watch is None or not kind.sparse or not session.plan.sparse_layers or session.bank.forgets:
         return kind, None
     if watch.due():
         return kind, watch

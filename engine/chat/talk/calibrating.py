@@ -48,7 +48,7 @@ class Calibrating:
         llm, display, asked = chat.llm, chat.display, self.wish is None
         if llm.options.forever:
             if not asked:
-                display.line("not calibrated: --forever keeps sinks and a window, and chooses none")
+                display.line("not calibrated: --forever runs methods that need no filter layers")
             return None
         person = sys.stdin is not None and sys.stdin.isatty() and display.tty
         if self.wish is False or asked and (chat.as_json or not person):

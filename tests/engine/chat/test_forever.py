@@ -18,6 +18,7 @@ from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.evict.window import Window
 
 SMALL = ("--forever", "--tokens", "64", "--chunk", "64", "--ignore-eos", "-n", "6")
+BLOCKS = ("block=16", "init=8", "local=48", "topk=2", "cached=4", "chunk=32", "blocks=4")
 LINE = "from here on the oldest tokens beyond 4 sinks and the newest 60 are forgotten"
 
 
@@ -56,6 +57,21 @@ def test_an_answer_that_begins_to_forget_says_so_too(monkeypatch, capsys, tmp_pa
     assert err.count(line) == 1 and err.index(line) > err.index("text: ")
 
 
+def test_a_conversation_of_blocks_says_what_is_gone(monkeypatch, capsys, tmp_path):
+    """The document alone is nine times as long as what is held."""
+    flags = ["--forever", "--method", "infllm", "--chunk", "64", "--ignore-eos", "-n", "6"]
+    flags += ["--watch", "1", *(part for one in BLOCKS for part in ("--set", one))]
+    lines = ["What is it?", "And then?", "/stats", "/check", "/sources", f"/save {tmp_path / 's'}"]
+    code, out, err = talk(monkeypatch, capsys, *lines, "/reset", "Who?", flags=tuple(flags))
+    line = "from here on every layer forgets the block of 16 tokens that it read longest ago"
+    assert code == 0 and out.count("\n") >= 3
+    assert err.count(line) == 1 and "4 blocks are held beside the first 8 tokens and the" in err
+    assert "context 1,5" in err and "of them forgotten" in err and "savepoints" in err
+    assert "nothing to compare: infllm has freed rows that full attention would read" in err
+    assert "the last answer read" in err and "tokens are forgotten, and no layer read them)" in err
+    assert "save: found a session of infllm that keeps a number of blocks" in err
+
+
 @pytest.mark.parametrize(
     ("flags", "method"),
     [
@@ -86,7 +102,7 @@ def test_the_plan_says_the_constant_memory(capsys):
         ("--forever --ctx 4K", "--ctx: found 4096 beside forever, which has no end"),
         ("--forever --method h2o", "--forever: found h2o, which holds a prompt until its end"),
         ("--forever --method omnikv", "--forever: found omnikv, which keeps the rows of every"),
-        ("--forever --method infllm", "use streaming_llm, lm_infinite or window"),
+        ("--forever --method infllm --set blocks=3", "blocks: found 3, expected "),
         ("--forever --method window --share 0.2", "--forever: found window, which has share=0.2"),
         ("--forever --exact", "--forever: found exact"),
     ],
@@ -107,4 +123,4 @@ def test_no_filter_layers_are_looked_for(capsys):
     )
     assert Calibrating(True).begin(chat, "text") is None
     assert Calibrating(None).begin(chat, "text") is None
-    assert said == ["not calibrated: --forever keeps sinks and a window, and chooses none"]
+    assert said == ["not calibrated: --forever runs methods that need no filter layers"]

@@ -17,6 +17,7 @@ from engine.methods.select.infllm import InfLLM
 from engine.methods.select.infllm_memory import Layout
 from engine.model.rope import apply_rope, inv_freq
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
+from tests.engine.methods.infllm_simulation import Stream
 from tools.compare.build import Facts, infllm
 
 SMALL = InfLLM(block=5, init=3, local=16, topk=2, representatives=2, cached=4, chunk=8)
@@ -26,83 +27,6 @@ METHODS = (
     InfLLM(block=7, init=20, local=11, topk=1, representatives=7, cached=9, chunk=11),
     infllm(Facts(None, 96), 0.35),  # as a comparison builds it: 34 rows
 )
-
-
-class Stream:
-    """The published system for one layer in float64, written from its description: a list of all
-    tokens, blocks that are taken out of the remainder, one softmax per query. No ring, no layout
-    formula; keys and queries before rotation.
-    """
-
-    def __init__(self, method, heads, kv_heads, freq, scaling=1.0):
-        self.m, self.group, self.kv_heads, self.freq, self.scaling = (
-            method,
-            heads // kv_heads,
-            kv_heads,
-            freq.double(),
-            scaling,
-        )
-        self.k, self.v, self.score = [], [], []  # per token
-        # token numbers; blocks: (numbers, mean representative [H, D])
-        self.initial, self.blocks, self.rest = [], [], []
-
-    def turn(self, x, position):
-        """Rotate [.., D] to a position."""
-        angle = position * self.freq
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
-
-    def piece(self, q, k, v):
-        """q [C, H, D], k, v [C, Hkv, D]: outputs [C, H, D], and the tokens that the last query saw
-        outside its window.
-        """
-        start, m = len(self.k), self.m
-        self.k += list(k)
-        self.v += list(v)
-        self.score += [torch.zeros(q.shape[1], dtype=torch.float64) for _ in k]
-        self.rest += range(start, start + len(k))
-        mean = self.turn(q, m.local).mean(0)
-        order = sorted(
-            range(len(self.blocks)), key=lambda b: -float((mean * self.blocks[b][1]).sum())
-        )
-        chosen = sorted(order[: m.topk])
-        far = [*self.initial, *(t for b in chosen for t in self.blocks[b][0])]
-        out = torch.empty(q.shape, dtype=torch.float64)
-        for i in range(len(q)):
-            at = start + i
-            near = list(range(max(0, at - m.local + 1), at + 1))
-            old = [*far, *(t for t in self.rest if t <= at - m.local)]
-            scores = torch.stack(
-                [*(self.k[t] for t in old), *(self.turn(self.k[t], t) for t in near)]
-            ).repeat_interleave(self.group, 1)
-            asked = torch.stack(
-                [*[self.turn(q[i], m.local)] * len(old), *[self.turn(q[i], at)] * len(near)]
-            )
-            # [n, H]
-            weights = torch.softmax(
-                (asked * scores).sum(-1) * self.scaling**2 / q.shape[2] ** 0.5, 0
-            )
-            values = torch.stack([self.v[t] for t in old + near]).repeat_interleave(self.group, 1)
-            out[i] = (weights.unsqueeze(-1) * values).sum(0)
-            for w, t in zip(weights[len(old) :], near):
-                self.score[t] += w
-        self.settle()
-        return out, old
-
-    def settle(self):
-        """First the initial tokens leave the remainder, then whole blocks, as long as a window
-        stays.
-        """
-        m = self.m
-        while len(self.initial) < m.init and len(self.rest) > m.local:
-            self.initial.append(self.rest.pop(0))
-        while len(self.initial) == m.init and len(self.rest) - m.block >= m.local:
-            rows, self.rest = self.rest[: m.block], self.rest[m.block :]
-            heads = []
-            for h in range(self.kv_heads * self.group):
-                best = sorted(rows, key=lambda t: -float(self.score[t][h]))[: m.representatives]
-                heads.append(torch.stack([self.k[t][h // self.group] for t in best]).mean(0))
-            self.blocks.append((rows, torch.stack(heads)))
 
 
 CHUNKS = ((45, 9), (64, 1), (23, 17), (1, 40, 3))
@@ -184,7 +108,7 @@ def test_a_stream_of_chunks_and_steps_against_the_papers_system(yarn, shape, met
         if count == 1:
             assert runtime.rows_read(at)[2] == len(old) + min(at, method.local)
         # keys in the bank carry yarn's factor
-        for block, (_, mean) in enumerate(stream.blocks):
+        for block, (_, mean, _) in enumerate(stream.blocks):
             torch.testing.assert_close(
                 runtime.memory.means[2, 0, block].double(), mean * scaling, atol=1e-5, rtol=1e-5
             )

@@ -388,7 +388,8 @@ def test_an_answer_does_not_end_at_what_is_held():
 
 
 @pytest.mark.parametrize(
-    "name", sorted(set(methods()) - {*KINDS, "sirllm", "longformer", "window_recompute"})
+    "name",
+    sorted(set(methods()) - {*KINDS, "sirllm", "longformer", "window_recompute", "infllm"}),
 )
 def test_a_method_that_cannot_stream_is_refused_with_the_way_out(name):
     with pytest.raises(
