@@ -570,7 +570,6 @@ def plan_at(
         shared=found.shared,
         full_bank=_full_bank(config, size, chunk, context),
         budget=needs.retained or needs.selected,
-        selected=needs.selected if needs.retained else 0,
         kept=needs.retained_bytes,
         outlook=search.outlook(context, placement),
         prompt_link_bytes=search.link_bytes(context, placement),

@@ -116,7 +116,10 @@ class Planner:
             idle_host=self.host_tier.idle,
             savepoints=options.savepoints,
         )
-        return plan.without_end() if options.forever else plan
+        if not options.forever:
+            return plan
+        needs = method.needs(layers, self.config, plan.max_context, self.dtype.itemsize)
+        return plan.without_end(needs.selected)
 
     def stream_rows(self, method: Method, layers: LayerPlan, chunk: int | None = None) -> int:
         """Rows that a stream of a method holds at once, however long it is: its store's, and a

@@ -32,7 +32,7 @@ class Plan:
     them, with a figure; shared: it is a GPU's and the host's at once. placement: what lives in host
     memory; None: nothing. host_bytes: host tier of one session (on a CPU it is part of the total).
     full_bank: bytes of K and V of all layers. budget: selected or retained tokens. selected: those
-    that a step reads of the retained ones; 0: all. kept: bytes of K
+    that a stream's step reads of the retained ones; 0: all. kept: bytes of K
     and V that an evicting method keeps after a prompt of max_context; 0 for other methods. outlook:
     what exact mode promises at max_context. prompt_link_bytes, step_link_bytes: the most that
     reading max_context tokens, and a step after them, brings from host memory. offload: what was
@@ -71,12 +71,12 @@ class Plan:
     kernels: str = ""
     forever: bool = False
 
-    def without_end(self) -> Plan:
+    def without_end(self, selected: int = 0) -> Plan:
         """This plan as that of streams, which hold max_context rows however long they are, and the
-        newest token ids.
+        newest token ids. selected: rows that a step reads of them; 0: all.
         """
         ids = "token ids", BYTES, f"the newest {KEPT} of the text, to go back by"
-        return replace(self, forever=True, items=(*self.items, ids))
+        return replace(self, forever=True, items=(*self.items, ids), selected=selected)
 
     @property
     def total(self) -> int:

@@ -157,7 +157,7 @@ class InfLLM(Method):
             forgets=True,
             kept=BlockCache(self.init, self.block, count, self.topk),
             retained=min(capacity, self.init + count * self.block + newest),
-            point_bytes=heads * 4 * slots + table + rows,
+            point_bytes=heads * 4 * slots + table + rows + 8,  # and the length
         )
 
     def cache(self, capacity: int) -> BlockCache | None:

@@ -102,7 +102,6 @@ def test_the_plan_says_the_constant_memory(capsys):
         ("--forever --ctx 4K", "--ctx: found 4096 beside forever, which has no end"),
         ("--forever --method h2o", "--forever: found h2o, which holds a prompt until its end"),
         ("--forever --method omnikv", "--forever: found omnikv, which keeps the rows of every"),
-        ("--forever --method infllm --set blocks=3", "blocks: found 3, expected "),
         ("--forever --method window --share 0.2", "--forever: found window, which has share=0.2"),
         ("--forever --exact", "--forever: found exact"),
     ],

@@ -6,7 +6,7 @@ another one's forgotten beginning is taken for, a limit that still ends one, for
 
 import pytest
 
-from engine import LLM, StreamingLLM
+from engine import LLM, InfLLM, StreamingLLM
 from engine.base import newest_tokens
 from tests.builders import POCKET, random_ids
 from tests.engine.serve.conftest import serving
@@ -39,6 +39,16 @@ def test_usage_says_what_is_forgotten_in_every_interface(llm):
             read += usage.get("cache_read_input_tokens", 0)
             written = usage.get("completion_tokens", usage.get("output_tokens"))
             assert usage["forgotten_tokens"] == read + written - 128 > 100
+
+
+def test_blocks_that_are_forgotten_are_told_too(llm):
+    """InfLLM by another session's rules: 4 blocks of 16 beside 8 first tokens and 48 newest."""
+    sizes = dict(block=16, init=8, local=48, topk=2, cached=4, chunk=32, blocks=4)
+    with serving(LLM.sharing(llm, method=InfLLM(**sizes))) as server:
+        body = {"messages": [{"role": "user", "content": "The cat is grey. " * 60}]}
+        usage = server.post("/v1/chat/completions", {**body, "max_tokens": 4}).json()["usage"]
+        held = usage["prompt_tokens"] + usage["completion_tokens"] - usage["forgotten_tokens"]
+        assert usage["forgotten_tokens"] > 100 and 8 + 64 + 48 <= held < 8 + 64 + 48 + 16
 
 
 def test_an_answer_without_a_limit_ends(llm):
