@@ -114,7 +114,8 @@ class LLM:
         planner.plan().require_fit()
         self = cls.__new__(cls)
         self._begin(planner)
-        self._load(stream(planner.config, planner.dtype, planner.device), tokenizer)
+        made = stream(planner.config, planner.dtype, planner.device)
+        self._load(trim_while_loading(made), tokenizer)
         return self
 
     @classmethod

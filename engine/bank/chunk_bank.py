@@ -9,7 +9,6 @@ has what it wants of them, and on a CPU the system has them back at once.
 from __future__ import annotations
 
 import contextlib
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from engine.base.interrupts import complete, put_back
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.placement import Placement
+from kernels.native.own_pages import empty_on
 from kernels.rows.forms import stored, stored_keys
 
 STEP = 1  # tokens of a step of an evicting method
@@ -126,7 +126,8 @@ class ChunkBank(Bank):
             return held
         low = start if held is None or start < held.low else held.low
         rows = max(stop - low, min(self.span, self._stop + STEP - low))
-        memory = _memory(rows * self.batch * self.kv_heads * sum(self.widths), self)
+        elements = rows * self.batch * self.kv_heads * sum(self.widths)
+        memory = empty_on((elements,), self.dtype, self.device)
         at = rows * self.batch * self.kv_heads * self.widths[0]
         shape = self.batch, self.kv_heads, rows, -1
         k, v = memory[:at].view(shape), memory[at:].view(shape)
@@ -302,14 +303,3 @@ class ChunkBank(Bank):
 
     def close(self) -> None:
         self._waiting, self._newest, self._windows, self.source = [], {}, {}, None
-
-
-def _memory(elements: int, bank: ChunkBank) -> torch.Tensor:
-    """Memory for so many elements of a bank's rows. On a CPU its pages are the system's own: the C
-    library keeps what it frees below a threshold that it raises up to 32 MB (a prompt of 8,192
-    tokens of the 135M shape had 210 of 425 MB left so).
-    """
-    if bank.device.type != "cpu":
-        return torch.empty(elements, dtype=bank.dtype, device=bank.device)
-    pages = mmap.mmap(-1, elements * bank.dtype.itemsize)
-    return torch.frombuffer(pages, dtype=torch.uint8).view(bank.dtype)

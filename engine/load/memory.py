@@ -95,8 +95,7 @@ def memory_items(
     scratch = scratch_bytes(scratch_shape(config, needs, context, dtype), device, backend)
     ring = RING * _query_bytes(config, size)
     store = needs.store_bytes
-    if needs.one_chunk:
-        chunk = context
+    chunk = context if needs.one_chunk else min(chunk, needs.piece or chunk)
     workspace = prefill_bytes(config, size, chunk, device.type)
     chosen = method.prompt_bytes(config, context, chunk, size)
     return (

@@ -11,6 +11,7 @@ import torch
 
 from engine.model.config.config import ModelConfig
 from engine.model.mixture import Experts
+from kernels.native.own_pages import empty, empty_on
 from weights.checkpoint import MXFP4, TURNED, WIDE, Rows, Target
 from weights.mxfp4 import COLUMNS
 
@@ -461,7 +462,7 @@ def random_stream(
         parts = []
         made = target.parts if not target.form else (("", target.shape),)
         for name, shape in made:
-            t = torch.empty(shape, dtype=dtype, device=device)
+            t = empty_on(shape, dtype, device)
             if "norm" in name:
                 t.fill_(1.0)
             elif name.endswith("A_log"):  # decays of some 80 tokens
@@ -478,4 +479,10 @@ def random_stream(
                 )
                 t.normal_(0.0, scale * deviation, generator=generator)
             parts.append(t)
-        yield target.name, parts[0] if len(parts) == 1 else torch.cat(parts)
+        yield target.name, parts[0] if len(parts) == 1 else _below(parts)
+
+
+def _below(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Parts below each other."""
+    shape = sum(len(part) for part in parts), *parts[0].shape[1:]
+    return torch.cat(parts, out=empty(shape, parts[0]))

@@ -87,6 +87,7 @@ class Needs:
     tokens and places for blocks that the bank of a session that forgets has of each layer, beside
     its newest `tail` tokens (engine/bank/block_bank.py); None: such a bank keeps no block.
     near: K that is freed; None: none.
+    piece: most tokens of a chunk (Runtime.chunk_stop); None: as many as the plan has.
     """
 
     selected: int = 0
@@ -125,6 +126,7 @@ class Needs:
     cache: BlockCache | None = None
     near: NearKeys | None = None
     kept: BlockCache | None = None
+    piece: int | None = None
 
     @property
     def lacks(self) -> bool:

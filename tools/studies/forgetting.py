@@ -3,13 +3,16 @@
 Each method reads a prompt of random tokens over random weights and answers a little, in a process
 of its own. `planned` is the plan's total, weights included; `peak` the rise of the process's
 largest resident memory over what it held before there was a model; `after` the rise that is left
-when the prompt's rows are gone. `bank` is what the plan counts with a bank beside the store. Linux
-alone: resident memory is read from /proc.
+when the prompt's rows are gone; `heap` the most that lay free in glibc's heap when a chunk had been
+read, which is in `peak` and in no tensor. `bank` is what the plan counts with a bank beside the
+store. Linux alone: resident memory is read from /proc. What is in `--store` is not measured again,
+so a study that was stopped goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import subprocess
 import sys
@@ -54,6 +57,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=int, default=32768, help="of the context (default 32768)")
     add("--dtype", default="bfloat16")
     add("--threads", type=int, default=1)
+    add("--store", type=Path, metavar="FILE", help="one JSON line a method; read, then added to")
     add("--one", help=argparse.SUPPRESS)  # the method of this process
     args = parser.parse_args(argv)
     unknown = [name for name in args.methods if name not in evicting()]
@@ -87,9 +91,43 @@ def opened(args: argparse.Namespace, shape: str, tokens: int) -> LLM:
     )
 
 
+def ends(method: Method, tokens: int, chunk: int) -> tuple[int, int, int]:
+    """Ends of three prompts with which the peak is what is planned: stores are as large as they
+    become, two of them are kept, and a whole chunk, or all rows that wait, come last.
+    """
+    assert isinstance(method, Evicting)
+    if method.waiting(tokens) < tokens:  # cut as it is read
+        first = max(1, tokens - chunk - 1)
+    else:
+        # the rows that wait are fewer by this; where stores grow with the text they are all
+        first = min(method.tokens or 0, tokens // 2) + 1
+    return first, first + 1, tokens
+
+
+class _Heap(ctypes.Structure):
+    """glibc's struct mallinfo2."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def free_in_heap() -> int:
+    """Bytes that lie free in the C library's heap; 0 where it is not glibc of 2.33 or newer."""
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is None:
+        return 0
+    ask.restype = _Heap
+    return int(ask().fordblks)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """One method, in this process: two prompts of a token, whose stores are kept to go back to,
-    and one that fills the context but for the answer; it comes first where stores grow with it.
+    """One method, in this process: three prompts that fill the context but for the answer. The
+    stores of the first two are kept to go back to as the third is read.
     """
     with opened(args, "tiny", 256).session() as small:  # loads the kernels and torch's libraries
         small.prefill(list(range(200)))
@@ -101,11 +139,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(llm.config.vocab_size, (args.tokens,), generator=generator).tolist()
     with llm.session() as session:
-        stops = (
-            (1, 2) if args.one != "duo" else (args.tokens - ANSWER - 2, args.tokens - ANSWER - 1)
-        )
-        for first, stop in zip((0, *stops), (*stops, args.tokens - ANSWER)):
-            session.prefill(ids[first:stop])
+        stops = ends(session.method, args.tokens - ANSWER, plan.chunk)
+        free: list[int] = []
+        for first, stop in zip((0, *stops), stops):
+            session.prefill(ids[first:stop], progress=lambda _: free.append(free_in_heap()))
         for token in ids[-ANSWER:]:
             session.decode(token)
         peak, after = resident("VmHWM") - before, resident("VmRSS") - before
@@ -115,6 +152,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "planned": plan.total,
         "peak": peak,
         "after": after,
+        "heap": max(free),
         "store": held,
         "bank": beside.total,
     }
@@ -126,8 +164,34 @@ def row(found: dict[str, Any]) -> str:
     ratio = found["peak"] / found["planned"]
     return (
         f"| `{found['method']}` | {mb['bank']} | {mb['planned']} | {mb['peak']} | {ratio:.2f} "
-        f"| {mb['after']} | {mb['store']} |"
+        f"| {mb['heap']} | {mb['after']} | {mb['store']} |"
     )
+
+
+def stored(path: Path | None) -> dict[str, dict[str, Any]]:
+    """What was measured before, by method."""
+    if path is None or not path.exists():
+        return {}
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return {each["method"]: each for each in found}
+
+
+def alone(args: argparse.Namespace, name: str) -> dict[str, Any] | None:
+    """Measure a method in a process of its own, and store it; None where that one fails."""
+    say(f"{name}: reading {args.tokens:,} tokens")
+    flags = ["--shape", args.shape, "--tokens", str(args.tokens), "--dtype", args.dtype]
+    command = [sys.executable, "-m", "tools.studies.forgetting", "--one", name, *flags]
+    done = subprocess.run(
+        [*command, "--threads", str(args.threads)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    if done.returncode:
+        return None
+    line = done.stdout.splitlines()[-1]
+    if args.store is not None:
+        with args.store.open("a") as file:
+            print(line, file=file)
+    found: dict[str, Any] = json.loads(line)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,20 +202,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print(f"{args.shape}, {args.dtype}, {args.tokens:,} tokens; {hardware(torch.device('cpu'))}; ")
     print(f"{args.threads} threads; load {load()}; commit {commit()}. MB, weights included.\n")
-    print("| method | planned with a bank | planned | peak | of the plan | after | store |")
-    print("|---|---:|---:|---:|---:|---:|---:|", flush=True)
-    over = []
+    print("| method | planned with a bank | planned | peak | of the plan | heap | after | store |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+    over, known = [], stored(args.store)
     for name in args.methods:
-        say(f"{name}: reading {args.tokens:,} tokens")
-        flags = ["--shape", args.shape, "--tokens", str(args.tokens), "--dtype", args.dtype]
-        command = [sys.executable, "-m", "tools.studies.forgetting", "--one", name, *flags]
-        done = subprocess.run(
-            [*command, "--threads", str(args.threads)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
-        if done.returncode:
-            over.append(f"{name}: exit {done.returncode}")
+        found = known.get(name) or alone(args, name)
+        if found is None:
+            over.append(f"{name}: not measured")
             continue
-        found = json.loads(done.stdout.splitlines()[-1])
         print(row(found), flush=True)
         if abs(found["peak"] - found["planned"]) > BOUND * found["planned"]:
             over.append(f"{name}: {found['peak'] / found['planned'] - 1:+.0%}")

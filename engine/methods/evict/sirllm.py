@@ -105,7 +105,8 @@ class SirLLM(Windowed):
         return max(self.sink + 3, super().budget(plan, length))
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
-        return replace(super().needs(plan, config, capacity, itemsize), outputs=True)
+        found = super().needs(plan, config, capacity, itemsize)
+        return replace(found, outputs=True, piece=self.waiting(capacity))
 
     def prompt_bytes(self, config: ModelConfig, capacity: int, chunk: int, itemsize: int) -> int:
         """Some rows of logits, and what their sums take."""

@@ -18,6 +18,7 @@ import torch
 
 from engine.model.config.config import ModelConfig
 from kernels.kept.step import Store
+from kernels.native.own_pages import copied, empty
 from kernels.rows.forms import as_bytes
 from kernels.select.drop import NEWEST, Steady, drop_least
 
@@ -151,10 +152,10 @@ class Rows:
         scores = part.scores
         return cls(
             part.heads,
-            part.k.new_empty(len(part.k), size, part.k.shape[2]),
-            part.v.new_empty(len(part.v), size, part.v.shape[2]),
+            empty((len(part.k), size, part.k.shape[2]), part.k),
+            empty((len(part.v), size, part.v.shape[2]), part.v),
             part.positions.new_empty(len(part.positions), size),
-            None if scores is None else scores.new_zeros(*scores.shape[:2], size),
+            None if scores is None else empty((*scores.shape[:2], size), scores).zero_(),
             held,
             base,
         )
@@ -256,7 +257,7 @@ class Rows:
         None): what `rebuild` needs. rows: K and V too, which no bank holds.
         """
         scores = None if self.scores is None else self.scores[:, :, : self.held].clone()
-        kv = tuple(side.clone() for side in self.kv()) if rows else None
+        kv = tuple(copied(side) for side in self.kv()) if rows else None
         heads = self.heads.start, self.heads.stop
         return *heads, self.positions[:, : self.held].clone(), scores, self.base, kv
 
@@ -298,7 +299,7 @@ class Rows:
     def clone(self) -> Rows:
         """A copy that shares nothing."""
         scores = None if self.scores is None else self.scores.clone()
-        tensors = self.k.clone(), self.v.clone(), self.positions.clone()
+        tensors = copied(self.k), copied(self.v), self.positions.clone()
         return Rows(self.heads, *tensors, scores, self.held, self.base)
 
 
