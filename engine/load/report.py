@@ -118,7 +118,7 @@ class Plan:
     @property
     def forgets(self) -> bool:
         """Whether rows that an evicting method does not keep are freed."""
-        return bool(getattr(self.method, "forget", False))
+        return self.kept > 0 and bool(getattr(self.method, "forget", False))
 
     @property
     def where(self) -> str:

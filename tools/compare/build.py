@@ -298,7 +298,8 @@ def pod(facts: Facts, share: float) -> PodUntrained | str:
         blocks = read_blocks(facts.llm.folder)
     except BadCheckpoint as error:
         return str(error)
-    return PodUntrained(blocks, recent=max(1, round(share * facts.capacity) - PodUntrained.first))
+    recent = max(1, round(share * facts.capacity) - PodUntrained.first)
+    return PodUntrained(blocks, recent=recent, forget=False)
 
 
 def pod_snapkv(facts: Facts, share: float) -> PodSnapKV | str:

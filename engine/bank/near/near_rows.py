@@ -36,10 +36,14 @@ class NearRows:
         self.whole = tuple(head for head in range(heads) if head not in near)
         # K/V head -> its number among those of its kind
         self.number = {h: i for kind in (self.whole, near) for i, h in enumerate(kind)}
-        given = dict(dtype=dtype, device=device)
-        self.k = torch.empty(batch, len(self.whole), capacity, widths[0], **given)
-        self.ring = torch.empty(batch, len(near), rows, widths[0], **given)
-        self.v = torch.empty(batch, heads, capacity, widths[1], **given)
+        sizes = (
+            (batch, len(self.whole), capacity, widths[0]),
+            (batch, len(near), rows, widths[0]),
+            (batch, heads, capacity, widths[1]),
+        )
+        self.k, self.ring, self.v = (
+            torch.empty(size, dtype=dtype, device=device) for size in sizes
+        )
         self.low, self._high = 0, 0  # the ring holds positions from `low` on, but for the first
 
     @property
@@ -85,7 +89,8 @@ class NearRows:
             return [(first, self.ring[:, at, first:stop])]
         if first < max(self.low, self.first):
             raise gone(first, stop)
-        row, parts = self.first + (first - self.first) % self.size, []
+        parts: list[tuple[int, torch.Tensor]] = []
+        row = self.first + (first - self.first) % self.size
         while first < stop or not parts:
             count = min(stop - first, self.rows - row)
             parts.append((first, self.ring[:, at, row : row + count]))

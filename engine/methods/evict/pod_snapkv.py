@@ -187,7 +187,7 @@ class PodSnapRuntime(SnapRuntime):
         (k, v, positions), out = rows, []
         spans = kept_spans(positions, start, q.shape[1], self.method.first, self.method.recent)
         for heads, low in self._runs(layer):
-            sink, recent, distant = ([bound[heads] for bound in span] for span in spans)
+            sink, recent, distant = ((a[heads], z[heads]) for a, z in spans)
             mine, held = self.queries(q, heads)[0], (k[heads], v[heads])
             asked, far = mine, k[heads]
             if low < layer:

@@ -27,6 +27,7 @@ from engine.methods.base import Method, Runtime, Setup
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan, single_layer_groups
 from engine.plan.needs import NearKeys, Needs
+from engine.plan.placement import ring_size
 from kernels.prefill.merge import merge
 from kernels.rows.forms import floats, key_floats
 
@@ -52,7 +53,7 @@ class PodUntrained(Method):
     first: int = 16
     recent: int = 4080
     skip: float = 1.0
-    forget: bool = False
+    forget: bool = True
 
     def __post_init__(self) -> None:
         if self.blocks is not None:
@@ -92,11 +93,14 @@ class PodUntrained(Method):
         ]
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
-        near = self.near_keys(config) if self.forget and self.blocks is not None else None
-        return Needs(own_prompts=self.blocks is not None, near=near)
+        return Needs(own_prompts=self.blocks is not None, near=self.near_keys(config, capacity))
 
-    def near_keys(self, config: ModelConfig) -> NearKeys | None:
-        """The K/V heads of each layer whose distant K no layer reads; None where there are none."""
+    def near_keys(self, config: ModelConfig, capacity: int) -> NearKeys | None:
+        """The K/V heads of each layer whose distant K no layer reads; None where that frees nothing
+        in a session of `capacity` tokens.
+        """
+        if not self.forget or self.first + ring_size(self.recent, 0, capacity) >= capacity:
+            return None
         heads: list[set[int]] = [set(range(config.num_kv_heads)) for _ in range(config.num_layers)]
         for layer, lows in enumerate(self.lowest(config)):
             # rows that several layers read are whole where one of them reads them so
@@ -226,7 +230,7 @@ class PodRuntime(Runtime):
         found = []
         for at, k in keys(layer, head, int(low.min()), int(high.max())):
             count = k.shape[2]
-            seen = [(bound - at).clamp(0, count) for bound in span]
+            seen = (low - at).clamp(0, count), (high - at).clamp(0, count)
             found.append(attend_span(q, k[b], v[:, at : at + count], *seen, self.scale))
         return found
 

@@ -26,7 +26,7 @@ METHODS = {
     "quest": Quest(tokens=48, dense_layers=1),
     "tidal": TidalDecode(tokens=24, select_layer=1),
     "tidal-all": TidalDecode(tokens=24, select_layer=1, gqa_reduce="all"),
-    "pod": PodUntrained(blocks=(0, 2), first=4, recent=64),
+    "pod": PodUntrained(blocks=(0, 2), first=4, recent=64, forget=False),
 }
 GREEDY = SamplingParams(max_tokens=40)
 SAMPLED = SamplingParams(

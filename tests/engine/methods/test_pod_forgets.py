@@ -27,6 +27,8 @@ CONTEXT = 2048
 
 
 def pod(heads=2, forget=True, skip=1.0):
+    """The method; it forgets by default."""
+    assert PodUntrained().forget
     return PodUntrained(BLOCKS[heads], first=8, recent=64, skip=skip, forget=forget)
 
 
@@ -225,3 +227,8 @@ def test_what_needs_all_keys_is_refused_in_one_line(tmp_path):
     with pytest.raises(SettingError, match="frees keys that full attention reads"):
         Exact(pod())
     assert Exact(pod(forget=False)) and PodUntrained(forget=True).cannot_draft == ""
+    # where the ring covers the context nothing goes
+    with llm_of(max_context=512).session(pod()) as session:
+        session.prefill(ids[:300])
+        assert not session.bank.lacks and session.reads_again(Full()) == 0
+        session.save(tmp_path / "x")

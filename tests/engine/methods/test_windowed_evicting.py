@@ -42,7 +42,7 @@ KINDS = (
     StreamingLLM(tokens=40),
 )
 # in which a gate or a score of every layer is needed
-NOT_HERE = ("duo", "kvzip", "razor")
+NOT_HERE = ("duo", "kvzip", "pod_snapkv", "razor")
 # one of each method's settings in the table
 ROWS = [
     (row, method)
