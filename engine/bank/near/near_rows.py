@@ -44,6 +44,10 @@ class NearRows:
         self.k, self.ring, self.v = (
             torch.empty(size, dtype=dtype, device=device) for size in sizes
         )
+        # on the device, so that no step brings them there
+        self._whole, self._near = (
+            torch.tensor(kind, dtype=torch.int64, device=device) for kind in (self.whole, near)
+        )
         self.low, self._high = 0, 0  # the ring holds positions from `low` on, but for the first
 
     @property
@@ -65,16 +69,19 @@ class NearRows:
         one; C is at most the ring's rows.
         """
         k, v = stored_keys(k, self.k, backend), stored(v, self.v, backend)
-        ring = torch.where(
-            positions < self.first, positions, self.first + (positions - self.first) % self.size
-        )
+        ring = self._ring_rows(positions)
         batch = torch.arange(len(positions), device=positions.device).unsqueeze(1)
         for held, new, at in (
-            (self.k, k[:, :, list(self.whole)], positions),
-            (self.ring, k[:, :, list(self.near)], ring),
-            (self.v, v, positions),
+            (self.k, as_bytes(k).index_select(2, self._whole), positions),
+            (self.ring, as_bytes(k).index_select(2, self._near), ring),
+            (self.v, as_bytes(v), positions),
         ):
-            as_bytes(held)[batch, :, at] = as_bytes(new.to(held.dtype))
+            as_bytes(held)[batch, :, at] = new.to(as_bytes(held).dtype)
+
+    def _ring_rows(self, positions: torch.Tensor) -> torch.Tensor:
+        """Rows of the ring that positions lie in."""
+        newest = self.first + (positions - self.first) % self.size
+        return torch.where(positions < self.first, positions, newest)
 
     # ---------------------------------------------------------------- reading
 
@@ -138,15 +145,14 @@ class NearRows:
         near heads' K between the first and the newest ones.
         """
         n, first = k.shape[2], self.first
-        self.k[:, :, :n] = k[:, list(self.whole)]
+        as_bytes(self.k)[:, :, :n] = as_bytes(k).index_select(1, self._whole)
         self.v[:, :, :n] = v
         self.low = self._high = 0
         self.note(n)
-        low, near = max(self.low, first), list(self.near)
-        at = torch.arange(low, max(low, n), device=k.device)
-        self.ring[:, :, : min(n, first)] = k[:, near, :first]
-        newest = as_bytes(k[:, near, low:])
-        as_bytes(self.ring).index_copy_(2, first + (at - first) % self.size, newest)
+        for low, stop in ((0, min(n, first)), (max(self.low, first), n)):
+            rows = self._ring_rows(torch.arange(low, max(low, stop), device=k.device))
+            new = as_bytes(k[:, :, low : max(low, stop)]).index_select(1, self._near)
+            as_bytes(self.ring).index_copy_(2, rows, new)
 
     def copy_from(self, other: NearRows, length: int) -> None:
         """Hold what other rows of this layer hold of the first `length` tokens."""

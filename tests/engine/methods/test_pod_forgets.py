@@ -18,6 +18,7 @@ from engine.methods.exact import Exact
 from engine.methods.full import Full
 from engine.methods.select.pod import PodUntrained
 from engine.runner.rewind import tokens_again
+from engine.session.check import check
 from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_checks import allocated
 
@@ -157,8 +158,7 @@ def test_bytes_are_those_of_the_plan_and_of_the_map():
         keys = 5 * CONTEXT + 9 * ROWS
         assert session.bank.nbytes == (keys + 14 * CONTEXT) * 8 * given[1]
         assert session.stats.bank_bytes == session.bank.nbytes
-        tensors = allocated(session.bank)
-        assert tensors == session.bank.nbytes
+        assert 0 <= allocated(session.bank) - session.bank.nbytes < 1024
         assert abs(session.stats.resident - (keys + 14 * CONTEXT) / (28 * CONTEXT)) < 1e-6
     planned = tiny_llm(pod(), llm.config, max_context=CONTEXT, chunk=64).plan()
     assert planned.bytes_of("context bank") == (keys + 14 * CONTEXT) * 8 * given[1]
@@ -180,6 +180,25 @@ def test_it_goes_back_over_the_ring_and_reads_again_what_is_gone():
                 session.truncate(n)
                 session.prefill(ids[n : n + 90])
             close(a.last_logits, b.last_logits)
+
+
+def test_sessions_of_one_step_answer_as_they_do_alone():
+    """Two that lie on both sides of the ring's length."""
+    llm, ids = llm_of(), random_ids(1000, seed=3)
+    batch, expected = llm.batch(slots=2), []
+    with llm.session(pod()) as alone:
+        for count in (300, 900):
+            alone.truncate(0)
+            alone.prefill(ids[:count])
+            expected.append(alone.decode(5))
+    sessions = [batch.session(pod()) for _ in expected]
+    for session, count in zip(sessions, (300, 900)):
+        session.prefill(ids[:count])
+        batch.feed(session, 5)
+    done = batch.step()
+    for session, one in zip(sessions, expected):
+        close(done[session], one)
+    batch.close()
 
 
 def test_copies_and_other_backends_go_on_alike():
@@ -221,9 +240,12 @@ def test_what_needs_all_keys_is_refused_in_one_line(tmp_path):
         session.prefill(ids)
         with pytest.raises(SettingError, match="save: found pod_untrained with forget=True"):
             session.save(tmp_path / "x")
-        with pytest.raises(SettingError, match="forget: found K of positions 0 to"):
-            session.bank.kv(1)
-        assert len(session) == 1000 and session.decode(5).isfinite().all()
+        expected = session.decode(5)
+        for needs_all in (lambda: session.bank.kv(1), lambda: check(session)):
+            with pytest.raises(SettingError, match="forget: found K of positions 0 to"):
+                needs_all()
+        session.truncate(1000)
+        assert torch.equal(session.decode(5), expected)
     with pytest.raises(SettingError, match="frees keys that full attention reads"):
         Exact(pod())
     assert Exact(pod(forget=False)) and PodUntrained(forget=True).cannot_draft == ""
