@@ -6,6 +6,7 @@ read again although any method's rows would do.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,7 +75,10 @@ def test_rows_of_a_first_prompt_are_named_where_full_attention_reads_it(row):
 def test_exact_mode_reads_and_writes_rows_of_full_attention(name):
     row, llm = next(row for row in TABLE if row.name == name), llm_of()
     turns = [(200, 6), (60, 3)]
-    with played(llm, Exact(row.sparse[0]), turns) as session, played(llm, Full(), turns) as full:
+    method = row.sparse[0]
+    if name == "pod_untrained":  # verification reads every key
+        method = replace(method, forget=False)
+    with played(llm, Exact(method), turns) as session, played(llm, Full(), turns) as full:
         assert of_full_attention(session) == len(session) == 269
         assert same_rows(session, full, 269)
 
