@@ -13,19 +13,24 @@ from collections.abc import Iterator
 import torch
 
 from engine.bank.base import Bank, SparseRows, Step, StepRows
+from engine.bank.host.cache.cached_blocks import counted
+from engine.bank.host.cache.host_places import HostPlaces
+from engine.bank.pool.host_pool import HostPool
+from engine.bank.row_layout import RowLayout
 from engine.bank.window_ring import DEFAULT_CHUNK, WindowRing
 from engine.base.errors import SettingError
 from engine.base.interrupts import put_back
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
-from engine.plan.needs import BlockCache
-from engine.plan.placement import Placement, ring_size
+from engine.plan.needs import BlockCache, Needs
+from engine.plan.placement import Placement, part_bytes, ring_size
 from kernels.rows.forms import as_bytes
 
 
 class BlockBank(Bank):
-    """K and V on one device. kept: first tokens and places. window: newest tokens that a session
-    may ask for; chunk: the most that a prompt's chunk writes.
+    """K and V on one device, but for the places that `move_to_host` moves. needs: `kept` says the
+    first tokens and places, `tail` how many newest tokens a session may ask for. chunk: the most
+    that a prompt's chunk writes.
 
     Layers that read the rows of others have no such bank, nor have sliding windows, recurrent
     layers and latent attention: methods that keep blocks refuse them.
@@ -39,19 +44,20 @@ class BlockBank(Bank):
         capacity: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        *,
-        kept: BlockCache,
-        window: int,
+        needs: Needs,
         chunk: int = DEFAULT_CHUNK,
         batch: int = 1,
     ) -> None:
         super().__init__(config, capacity, dtype, device, batch)
-        self._kept, self._window = kept, window
+        assert needs.kept is not None
+        self._kept, self._window = kept, window = needs.kept, needs.tail
+        self._config, self._itemsize = config, dtype.itemsize
+        self._host: HostPlaces | None = None
         size, shape = ring_size(window, chunk, self.capacity), (batch, self.kv_heads, self.widths)
         self._rings = [
             WindowRing(window, size, shape, self.dtype, self.device) for _ in range(self.num_layers)
         ]
-        self._places = [
+        self._places: list[tuple[torch.Tensor, ...]] = [
             tuple(
                 torch.empty(
                     batch, self.kv_heads, kept.rows, width, dtype=self.dtype, device=self.device
@@ -65,7 +71,39 @@ class BlockBank(Bank):
     @property
     def nbytes(self) -> int:
         placed = sum(side.nbytes for sides in self._places for side in sides)
+        placed += 0 if self._host is None else self._host.nbytes
         return placed + sum(ring.nbytes for ring in self._rings)
+
+    @property
+    def host_nbytes(self) -> int:
+        return 0 if self._host is None else self._host.host_nbytes
+
+    def counters(self) -> dict[int, tuple[int, ...]]:
+        if self._host is None:
+            return {}
+        layers = sorted(self._host.layers)
+        rows = torch.stack([self._host.cached.counters(layer) for layer in layers]).tolist()
+        return dict(zip(layers, map(tuple, rows)))
+
+    def figures(self) -> dict[str, object]:
+        if self._host is None:
+            return super().figures()
+        return super().figures() | dict(
+            host_bytes=self.host_nbytes,
+            pin_seconds=self._host.pin_seconds,
+            bytes_streamed=self._host.cached.streamed,
+            **counted(self.counters()),
+        )
+
+    def move_to_host(self, placement: Placement, pool: HostPool, backend: str) -> None:
+        """Have the places of the placement's layers in host memory. The bank is empty."""
+        assert placement.cache is not None
+        self.placement, part = placement, part_bytes(self._config, self._itemsize)
+        layout = RowLayout(self.kv_heads, self.widths, part, self.dtype, self.device)
+        given = self._kept, placement.cache, layout, pool, backend
+        self._host = HostPlaces(placement.layers, *given)
+        for layer in placement.layers:
+            self._places[layer] = ()
 
     # ---------------------------------------------------------------- writing
 
@@ -78,7 +116,12 @@ class BlockBank(Bank):
     def _place_first(self, layer: int, stop: int) -> None:
         """Have first tokens below `stop` in their places, before the ring writes over them."""
         have, stop = self._first[layer], min(stop, self._kept.first)
-        if have < stop:
+        if have < stop and self._in_host(layer) and self._host is not None:
+            self._host.reserve(stop)
+            where = torch.arange(have, stop, device=self.device)
+            self._host.write(layer, where, *(side[0] for side in self.rows(layer, have, stop)))
+            self._first[layer] = stop
+        elif have < stop:
             for side, new in zip(self._places[layer], self.rows(layer, have, stop)):
                 side[:, :, have:stop] = new
             self._first[layer] = stop
@@ -93,9 +136,21 @@ class BlockBank(Bank):
             ring.note(n)
 
     def keep_block(self, layer: int, b: int, first: int, place: torch.Tensor) -> None:
-        rows = self._rows_of(place, 0)
-        for side, new in zip(self._places[layer], self.rows(layer, first, first + self._kept.size)):
+        kept, rows = self._kept, self._rows_of(place, 0)
+        newest = self.rows(layer, first, first + kept.size)
+        if self._in_host(layer) and self._host is not None:
+            # places are first taken in order
+            formed = (first - kept.first) // kept.size + 1
+            self._host.reserve(kept.first + min(kept.held, formed) * kept.size)
+            self._host.write(layer, rows, *(side[0] for side in newest))
+            self._host.cached.drop(layer, place)
+            return
+        for side, new in zip(self._places[layer], newest):
             as_bytes(side[b]).index_copy_(1, rows, as_bytes(new[b]))
+
+    def _in_host(self, layer: int) -> bool:
+        """Whether a layer's places are in host memory."""
+        return self._host is not None and layer in self._host.layers
 
     def _rows_of(self, places: torch.Tensor, first: int) -> torch.Tensor:
         """Rows int64 of the first tokens and of the blocks in places int64 [n]."""
@@ -132,6 +187,8 @@ class BlockBank(Bank):
         self, layer: int, first: int, blocks: torch.Tensor, stop: int, cache: BlockCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As Bank's; `blocks` are places."""
+        if self._in_host(layer) and self._host is not None:
+            return self._host.block_rows(layer, first, blocks)
         index = self._rows_of(blocks, first)
         k, v = (as_bytes(side).index_select(2, index) for side in self._places[layer])
         return k.view(self.dtype), v.view(self.dtype)
@@ -161,6 +218,8 @@ class BlockBank(Bank):
         for ring in self._rings:
             ring.rewind(n)
         self._first = [min(n, known) for known in self._first]
+        if self._host is not None and (broken or n < self._kept.first):
+            self._host.cached.forget(0)  # a plan may have promised rows that never came
 
     def newest_kept(self, length: int) -> tuple[torch.Tensor, ...]:
         """(length int64 [1], K and V [layers, B, Hkv, n, width]) of the newest n."""
@@ -180,7 +239,12 @@ class BlockBank(Bank):
         for mine, others in zip(self._places, other._places):
             for side, new in zip(mine, others):
                 side.copy_(new)
+        if self._host is not None:
+            assert other._host is not None
+            self._host.share(other._host)
         self._first = list(other._first)
 
     def close(self) -> None:
+        if self._host is not None:
+            self._host.close()
         self._rings, self._places = [], []

@@ -89,7 +89,7 @@ def memory_items(
         bank -= freed
         bank_note += f", but {human(freed)} of distant K that no layer reads"
     if needs.kept is not None:
-        bank, bank_note = _blocks_item(config, needs, size, chunk, context)
+        bank, bank_note = _blocks_item(config, needs, size, chunk, context, kept)
     elif needs.forgets:
         bank, bank_note = _waiting_item(config, needs, size, chunk, context)
     scratch = scratch_bytes(scratch_shape(config, needs, context, dtype), device, backend)
@@ -159,14 +159,16 @@ def _waiting_item(
 
 
 def _blocks_item(
-    config: ModelConfig, needs: Needs, size: int, chunk: int, context: int
+    config: ModelConfig, needs: Needs, size: int, chunk: int, context: int, here: int
 ) -> tuple[int, str]:
-    """Return the bytes of a bank of blocks, to the byte what it allocates, and their note."""
+    """Return the bytes of a bank of blocks, to the byte what it allocates, and their note. here:
+    layers whose blocks are on the device.
+    """
     assert needs.kept is not None
     each, kept, ring = config.kv_bytes(size), needs.kept, ring_size(needs.tail, chunk, context)
     note = f"{each} B x {kept.rows} rows of {kept.held} blocks and {kept.first} first tokens, and "
     note += f"a ring of {ring} newest, twice"
-    return len(config.keeping_layers) * (kept.rows + 2 * ring) * each, note
+    return (here * kept.rows + len(config.keeping_layers) * 2 * ring) * each, note
 
 
 def _forgetting_items(

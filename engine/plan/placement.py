@@ -44,7 +44,8 @@ class Placement:
     stream block. chunk: rows of a staging buffer. staged_layers: whole layers staged on the device
     (brutal offload). whole_rows: rows of the buffer through which a layer longer than a stream
     block is read whole. reuse: whether slots survive a step. by_layer: a fetch copies layer by
-    layer instead of a group at once. cache: blocks that each layer keeps on the device.
+    layer instead of a group at once. cache: blocks that each layer keeps on the device. kept: of a
+    bank of blocks its places, which are all that lies in host memory; None: a bank of all rows.
     """
 
     offload_groups: tuple[tuple[int, ...], ...]
@@ -58,6 +59,7 @@ class Placement:
     reuse: bool = True
     by_layer: bool = False
     cache: BlockCache | None = None
+    kept: BlockCache | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -72,6 +74,7 @@ class Placement:
         """Return the bytes of host memory that `tokens` tokens take: whole blocks of padded rows.
         size: bytes of an element.
         """
+        tokens = tokens if self.kept is None else self.kept.rows
         blocks = -(-tokens // TAIL_BLOCK)
         return blocks * TAIL_BLOCK * len(self.layers) * part_bytes(config, size)
 
@@ -80,6 +83,15 @@ class Placement:
         them, to the byte.
         """
         part, groups = part_bytes(config, size), self.offload_groups
+        if self.kept is not None:
+            assert self.cache is not None
+            held, read, layers = self.cache.held, self.cache.read, len(self.layers)
+            return {
+                "slots": layers * (self.cache.rows * part + 8),
+                "maps": layers * slots_bytes(self.kept.held, held, read)
+                + 8 * -(-self.kept.rows // TAIL_BLOCK),
+                "staging": part * self.kept.size,
+            }
         slots = sum((self.slots + 2 * self.ring) * len(group) * part + 8 for group in groups)
         state = len(groups) * slots_bytes(capacity, self.slots, self.budget) if self.budget else 0
         if self.cache is not None:
@@ -97,6 +109,13 @@ class Placement:
     def describe(self) -> str:
         """Describe the offloaded layers in one line."""
         tail = self.ring - 2 * TAIL_BLOCK
+        if self.kept is not None and self.cache is not None:
+            kept = f"{self.cache.first} first tokens and {self.cache.held} blocks"
+            where = f"{self.kept.held} blocks of {self.kept.size} tokens"
+            return (
+                f"of layers {_spans(self.offload_groups)} {where} in host memory, {kept} of them "
+                "on the device"
+            )
         kept = f"{self.slots} slots and a tail of {tail} per group"
         if not self.slots:
             kept = f"a tail of {tail} per layer"
@@ -163,7 +182,7 @@ def full_placement(
     selection.
     """
     groups = _sparing(needs, row_layers)
-    if not groups:
+    if not groups or (needs.kept is not None and needs.cache is None):
         return None
     budget = needs.selected if needs.fetches else 0
     held = min(max(budget, math.ceil(budget * max(1, slots))), max(budget, capacity))
@@ -181,6 +200,7 @@ def full_placement(
         slots > 0,
         by_layer,
         needs.cache,
+        needs.kept,
     )
 
 

@@ -212,8 +212,10 @@ class SessionState:
         loaded, planner = self.loaded, self.planner
         config, dtype, device = loaded.config, loaded.dtype, loaded.model.device
         if needs.kept is not None:
-            sizes = dict(window=needs.tail, chunk=planner.chunk)
-            return BlockBank(config, self.capacity, dtype, device, kept=needs.kept, **sizes)
+            bank = BlockBank(config, self.capacity, dtype, device, needs, chunk=planner.chunk)
+            if placement is not None:
+                bank.move_to_host(placement, loaded.host_pool, planner.backend)
+            return bank
         if needs.forgets:
             span = planner.chunk + needs.waiting
             sizes = dict(span=span, chunk=planner.chunk)

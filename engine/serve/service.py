@@ -198,12 +198,12 @@ class Service:
     @cached_property
     def methods(self) -> dict[str, Method]:
         """What `omnikv.method` may name: "sparse" is the server's own, whatever it is, or what
-        drafts for it in exact mode.
+        drafts for it in exact mode. A stream without end has no other.
         """
         own = self.llm.method
         sparse = own.method if isinstance(own, Exact) else own
         found: dict[str, Method] = {"sparse": sparse}
-        if self.sparse:
+        if self.sparse and not self.llm.options.forever:
             found["full"] = self.llm.resolve_method(Full())[0]
             if not sparse.cannot_draft:
                 exact = own if isinstance(own, Exact) else Exact(sparse)

@@ -75,9 +75,11 @@ class HostRows:
             backend=backend or self.backend,
         )
 
-    def write(self, layer: int, token: int, buffer: torch.Tensor, slot: int, count: int) -> None:
-        """Copy device rows to the host: rows token .. token+count-1 from buffer[slot:]. buffer: as
-        in `read`.
+    def write(
+        self, layer: int, token: torch.Tensor | int, buffer: torch.Tensor, slot: int, count: int
+    ) -> None:
+        """Copy device rows to the host: rows token .. token+count-1, or those of a list int32
+        [count] of different ones, from buffer[slot:]. buffer: as in `read`.
         """
         offset, pitch = self._place[layer]
         move_rows(

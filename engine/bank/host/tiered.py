@@ -28,7 +28,7 @@ import torch
 from engine.bank.base import Bank, PromptRows, SparseRows, Step, StepRows
 from engine.bank.device import DeviceBank
 from engine.bank.host.block_stream import BlockStream
-from engine.bank.host.cache.cached_blocks import CachedBlocks
+from engine.bank.host.cache.cached_blocks import CachedBlocks, counted
 from engine.bank.host.host_rows import HostRows
 from engine.bank.host.row_reader import RowReader
 from engine.bank.host.streams import SideStream, wait
@@ -152,22 +152,14 @@ class TieredBank(Bank):
         return {ws.group[0]: tuple(row) for ws, row in zip(self._sets, rows)}
 
     def figures(self) -> dict[str, object]:
-        names = ("hits", "misses", "evictions", "plans", "bytes")
-        groups = {layer: dict(zip(names, row)) for layer, row in self.counters().items()}
-        total = {name: sum(row[name] for row in groups.values()) for name in names}
         streamed = self._blocks.streamed + int(self._blocks.moved) + self._whole.streamed
         streamed += self._refilled + (0 if self._cached is None else self._cached.streamed)
         return super().figures() | dict(
             host_bytes=self.host_nbytes,
             pin_seconds=self.pool.pin_seconds,
-            hits=total["hits"],
-            misses=total["misses"],
-            evictions=total["evictions"],
-            hit_rate=total["hits"] / max(1, total["hits"] + total["misses"]),
-            bytes_fetched=total["bytes"],
             bytes_streamed=streamed,
             staging_stalls=self._writer.stalls,
-            groups=groups,
+            **counted(self.counters()),
         )
 
     @property

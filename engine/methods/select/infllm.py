@@ -153,7 +153,6 @@ class InfLLM(Method):
         return replace(
             needs,
             device_bytes=needs.device_bytes + table,
-            offload=(),
             forgets=True,
             kept=BlockCache(self.init, self.block, count, self.topk),
             retained=min(capacity, self.init + count * self.block + newest),
@@ -164,7 +163,7 @@ class InfLLM(Method):
         """What the device keeps of a layer in host memory; None where a window holds everything."""
         if capacity <= self.local:
             return None
-        blocks = max(1, Layout.at(self, capacity).blocks)
+        blocks = max(1, BlockMemory.sizes(self, capacity)[1])
         held = min(self.cached, blocks)
         return BlockCache(self.init, self.block, held, min(self.topk, held))
 
@@ -185,7 +184,7 @@ class InfLLM(Method):
         pieces = range(begin // self.chunk, (stop - 1) // self.chunk + 1)
         blocks = [Layout.at(self, max(begin, i * self.chunk)).blocks for i in pieces]
         read = sum(min(self.topk, count) for count in blocks)
-        if blocks[-1] <= self.cached:
+        if self.blocks is None and blocks[-1] <= self.cached:
             read = min(read, blocks[-1])
         fresh = min(self.init, stop) if begin < self.init + self.local + self.chunk else 0
         return fresh + read * self.block
@@ -415,7 +414,7 @@ class InfLLMRuntime(Runtime):
 
     def chosen_rows(self, layer: int) -> torch.Tensor:
         none = torch.zeros(0, dtype=torch.int64, device=self.setup.device)
-        return self._far_rows(*self.read.get(layer, (0, 0, none)))
+        return self._far_rows(*self.read.get(layer, (0, 0, none))).sort().values
 
     def selections(self) -> dict[int, torch.Tensor]:
         return {layer: self.chosen_rows(layer).cpu() for layer in self.read}

@@ -132,8 +132,8 @@ class BlockMemory:
         return max(formed for row in self.known for _, formed in row)
 
     def rank(self, layer: int, b: int, mean_query: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Places of the blocks that a piece reads, int64 in the order of blocks: the topk by the
-        sum over heads of mean query times mean key. mean_query [H, D] float32.
+        """Places of the blocks that a piece reads, int64 ascending: the topk by the sum over heads
+        of mean query times mean key. mean_query [H, D] float32.
         """
         count, most = layout.blocks, self.method.blocks
         if count <= self.method.topk:
@@ -144,11 +144,10 @@ class BlockMemory:
         assert self.kept is not None
         sums = self.means[layer, b].float().flatten(1) @ mean_query.flatten()
         sums = sums.masked_fill_(self.kept.empty(layer, b), float("-inf"))
-        chosen = torch.topk(sums, self.method.topk).indices
-        return chosen[self.kept.number_of(layer, b, chosen).argsort()]
+        return torch.topk(sums, self.method.topk).indices.sort().values
 
     def reads(self, layer: int, b: int, chosen: torch.Tensor, start: int) -> torch.Tensor:
-        """Note that the piece at `start` reads these places; their blocks, int64 ascending."""
+        """Note that the piece at `start` reads these places; their blocks, int64 [n]."""
         return chosen if self.kept is None else self.kept.read(layer, b, chosen, start)
 
     def collect(

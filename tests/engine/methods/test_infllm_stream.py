@@ -273,6 +273,56 @@ def test_other_launchers_and_batches_go_on_with_the_same_blocks(few_places):
             torch.testing.assert_close(copy.decode(token), one.decode(token), atol=1e-4, rtol=0)
 
 
+@EVERY
+def test_places_in_host_memory_give_the_same_answers_to_the_bit(method, few_places):
+    """With ways back, a broken chunk and a fork; over the link come the blocks that the device does
+    not have. Host memory grows up to the places and no further, and is given back.
+    """
+    llm = llm_of(method, chunk=32)
+    plan = llm.plan(offload="host")
+    planned = {item: size for item, size, _ in plan.items}
+    pool, sizes = llm.load().host_pool, []
+    with llm.session() as one, llm.session(offload="host") as two:
+        assert two.bank.placement.layers == (0, 1, 2) and one.bank.placement is None
+        assert two.bank.host_nbytes == 0
+
+        def both(call):
+            expected, found = call(one), call(two)
+            assert torch.equal(expected, found)
+
+        def stop(progress):
+            raise KeyboardInterrupt
+
+        for at, (prompt, answer) in enumerate((*turns(), *turns())):
+            both(lambda s, p=prompt: s.prefill(p))
+            for token in answer:
+                both(lambda s, t=token: s.decode(t))
+            for s in (one, two):
+                with pytest.raises(KeyboardInterrupt):
+                    s.prefill(random_ids(50, seed=at), progress=stop)
+                s.truncate(len(s) - 33)
+            sizes.append(two.bank.host_nbytes)
+        with one.fork() as first, two.fork() as second:
+            assert second.bank.host_nbytes == two.bank.host_nbytes
+            for token in random_ids(9, seed=7):
+                assert torch.equal(first.decode(token), second.decode(token))
+            assert torch.equal(first.prefill(prompt), second.prefill(prompt))
+        both(lambda s: s.prefill(random_ids(60, seed=3)))
+        device = planned["context bank"] + planned["working sets"] + planned["streaming"]
+        assert two.bank.nbytes == device and method.gone(len(two)) > 0
+        assert sizes == sorted(sizes) and sizes[-1] == planned["host tier"]
+        assert sizes[0] < sizes[-1] or two.bank.placement.kept.rows <= 64  # one host block
+        assert two.bank.host_nbytes == planned["host tier"] == two.stats.host_bytes
+        stats = two.stats
+        assert stats.misses > 0 and stats.bytes_fetched > 0
+        assert (stats.hits > 0) == (method.cached > method.topk)
+        assert stats.hits + stats.misses <= method.topk * 3 * stats.groups[0]["plans"]
+    assert pool.reserved == pool.idle
+    assert f"{method.blocks + -(-48 // method.block)} blocks of {method.block} tokens in" in str(
+        plan
+    )
+
+
 @pytest.mark.parametrize("bank", ["int8", "fp8"])
 def test_rows_in_fewer_bits_lie_in_places_as_they_are(bank, few_places):
     llm = llm_of(bank=bank, backend="auto")

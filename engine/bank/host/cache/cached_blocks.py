@@ -8,16 +8,39 @@ host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 
 from engine.bank.host.host_rows import HostRows
-from engine.bank.host.row_reader import RowReader
 from engine.bank.row_layout import RowLayout
 from engine.plan.needs import BlockCache
 from kernels.rows.forms import as_bytes
 from kernels.tier.lru_slots import Slots, forget_slots, make_slots, plan_slots
+
+
+class ReadsRows(Protocol):
+    """What brings a layer's first tokens over (RowReader)."""
+
+    def read(self, layer: int, first: int, stop: int, out: torch.Tensor) -> int:
+        """Copy rows first .. stop-1 of a layer to out[0:]; bytes that came over the link."""
+        ...
+
+
+def counted(counters: Mapping[int, Sequence[int]]) -> dict[str, object]:
+    """The part of SessionStats that Bank.counters makes, as keyword arguments."""
+    names = ("hits", "misses", "evictions", "plans", "bytes")
+    groups = {layer: dict(zip(names, row)) for layer, row in counters.items()}
+    total = {name: sum(row[name] for row in groups.values()) for name in names}
+    return dict(
+        hits=total["hits"],
+        misses=total["misses"],
+        evictions=total["evictions"],
+        hit_rate=total["hits"] / max(1, total["hits"] + total["misses"]),
+        bytes_fetched=total["bytes"],
+        groups=groups,
+    )
 
 
 class CachedBlocks:
@@ -33,7 +56,7 @@ class CachedBlocks:
         capacity: int,
         layout: RowLayout,
         host: HostRows,
-        reader: RowReader,
+        reader: ReadsRows,
     ) -> None:
         self.cache, self.streamed = cache, 0  # bytes of first tokens that came over
         self._at = {layer: i for i, layer in enumerate(layers)}
@@ -88,6 +111,12 @@ class CachedBlocks:
         """Return the tokens of blocks, or the rows of places: int32 [n] -> int32 [n * size]."""
         inside = torch.arange(self.cache.size, dtype=torch.int32, device=blocks.device)
         return (self.cache.first + blocks.unsqueeze(1) * self.cache.size + inside).flatten()
+
+    def drop(self, layer: int, block: torch.Tensor) -> None:
+        """Drop a block int64 [1], which has other rows from now on."""
+        slots = self._slots[self._at[layer]]
+        slots.token_slot.index_fill_(0, block, -1)
+        slots.slot_token.masked_fill_(slots.slot_token == block, -1)
 
     def forget(self, length: int) -> None:
         """Drop what holds tokens from `length` on; 0 empties it."""

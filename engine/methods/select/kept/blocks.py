@@ -72,10 +72,6 @@ class KeptBlocks:
     def read(self, layer: int, b: int, chosen: torch.Tensor, start: int) -> torch.Tensor:
         """Note that the piece at `start` reads `chosen` places int64 [n]; the blocks there."""
         self.pending[layer][1][b].index_fill_(0, chosen, start)
-        return self.number_of(layer, b, chosen)
-
-    def number_of(self, layer: int, b: int, chosen: torch.Tensor) -> torch.Tensor:
-        """The blocks in these places, int64 [n]."""
         return self.pending[layer][0][b].index_select(0, chosen)
 
     def empty(self, layer: int, b: int) -> torch.Tensor:
