@@ -11,6 +11,7 @@ bytes.py       what a session of a method holds
 kept.py        any method with some layers left dense
 stats.py       cells, intervals, paired differences
 claims.py      the paper's three findings, each beside its controls
+distance.py    how far a choice is from the oracle of its granularity; mass.py the same of attention
 headline.py    accuracy by bytes read, and OmniKV beside its controls
 resident.py    accuracy at equal resident bytes: the table and its claim
 alone.py       peak memory and CPU time of a column in a process of its own

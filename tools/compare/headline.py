@@ -4,6 +4,7 @@ from collections import defaultdict
 
 from engine.base.figures import human
 from tools.compare.claims import variant_of
+from tools.compare.distance import distances, shown
 from tools.compare.methods import CONTROLS
 from tools.compare.stats import (
     against,
@@ -21,9 +22,9 @@ def points_of(records, rows, config, length):
     """One dict per method and budget at a length, by bytes read: label, control, kept, evicts,
     reads (text), read and resident (bytes per step and held, each with its share of full
     attention's), first and second (Differences: accuracy with its interval, None where not asked),
-    top1, kl, kl_text (with its interval). kind, budget: of the column; held: (share allocated
-    in first answers, in second ones) of sessions that forget; alone: what tools/compare/alone.py
-    found, or None.
+    top1, kl, kl_text (with its interval), distance (from its oracle, in words). kind, budget: of
+    the column; held: (share allocated in first answers, in second ones) of sessions that forget;
+    alone: what tools/compare/alone.py found, or None.
     """
     whole = pooled([r for r in rows if r["variant"] == "full" and r["length"] == length])["read"]
     asked, answers = defaultdict(list), defaultdict(list)
@@ -32,7 +33,7 @@ def points_of(records, rows, config, length):
             if r["turn"] == 1:
                 answers[r["variant"]].append(r)
             asked[r["variant"], r["turn"]].append((question_of(r)[:3], r["right"]))
-    found = []
+    found, far = [], distances(records, length)
     for label, by in config["variants"].items():
         facts = by.get(str(length), {})
         here = [r for r in rows if r["variant"] == label and r["length"] == length]
@@ -60,6 +61,7 @@ def points_of(records, rows, config, length):
                 "second": paired(asked[label, 2]),
                 "top1": first["top1"],
                 "kl": first["kl"],
+                "distance": shown(far.get(label)),
                 "kl_text": _interval(answers[label], "kl", 3) if first["compared"] else "",
             }
         )
@@ -70,8 +72,8 @@ def equal_bytes(points):
     """Markdown table: methods by the bytes that a step reads."""
     lines = [
         "| method | a sparse layer reads | read per step | % of full | resident KV | % of full | "
-        "first questions | second questions | top-1 | KL |",
-        "|---" * 10 + "|",
+        "first questions | second questions | top-1 | KL | KL above its oracle |",
+        "|---" * 11 + "|",
     ]
     for point in points:
         shown = (
@@ -84,6 +86,7 @@ def equal_bytes(points):
             *("" if point[turn] is None else point[turn].share() for turn in ("first", "second")),
             "" if point["top1"] is None else f"{point['top1']:.3f}",
             "" if point["kl"] is None else f"{point['kl']:.4f}",
+            point["distance"],
         )
         lines.append("| " + " | ".join(shown) + " |")
     return lines
@@ -93,6 +96,7 @@ def controls(records, length):
     """Markdown table: OmniKV and its controls at each budget, first questions, 95% intervals; empty
     without controls.
     """
+    far = distances(records, length)
     records = [r for r in records if r["length"] == length and r["turn"] == 1]
     budgets = sorted(
         {r["budget"] for r in records if r["variant"] == variant_of("omnikv", r["budget"])}
@@ -114,14 +118,15 @@ def controls(records, length):
                 f"{paired([(key[:3], value) for key, value in right.items()]).share()} | "
                 f"{_points(against(right, full))} | "
                 f"{'' if label == own else _points(against(other, right))} | "
-                f"{_interval(here, 'same', 3)} | {_interval(here, 'kl', 4)} |"
+                f"{_interval(here, 'same', 3)} | {_interval(here, 'kl', 4)} | "
+                f"{shown(far.get(label))} |"
             )
     if not any(name in line for name in CONTROLS for line in lines):
         return []
     return [
         "| budget | method | a sparse layer reads | accuracy | against full | OmniKV against it | "
-        "top-1 | KL |",
-        "|---" * 8 + "|",
+        "top-1 | KL | KL above its oracle |",
+        "|---" * 9 + "|",
         *lines,
     ]
 

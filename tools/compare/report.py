@@ -7,6 +7,7 @@ import json
 from engine.base.figures import human
 from tools.compare.banks import over_banks
 from tools.compare.claims import findings
+from tools.compare.distance import distances, nearer_to_the_oracle, shown
 from tools.compare.headline import controls, equal_bytes, points_of
 from tools.compare.plots import depth_plot
 from tools.compare.plots_bytes import plot_bytes
@@ -34,6 +35,12 @@ NOTES = """## How it was measured
   the newest before the tail, one. A claim that holds is tested only where every control fails it:
   where its 95% interval excludes the claim. "+dense 0-2": the method leaves these layers to full
   attention, in prompts too; its ms per token count both.
+- "above its oracle": KL of a method that chooses less KL of its oracle in nats, with its 95%
+  interval over documents, on the same first questions. The oracle reads as many tokens, of the same
+  layers and beside the same tail, by lists of the same granularity (one for a layer, a K/V head or
+  a query head), and takes those to which the layer's own attention gives most. KL of the oracle is
+  what so many tokens lose whoever chooses; the distance is what the choice loses. An oracle is
+  greedy, layer by layer, so that a distance may be below 0.
 - "resident": keys and values that a session allocated on the device for a prompt of this length,
   and as a share of full attention's. A method is measured in the form in which it saves memory
   (offloaded layers in host memory, one slot per chosen token); metadata: scores, indices,
@@ -75,7 +82,7 @@ def markdown(records, rows, found, at_bytes, config):
         "",
         *_about(config),
         "",
-        "## The paper's three findings and one more, as they came out",
+        "## The paper's three findings and two more, as they came out",
         "",
     ]
     for finding in found:
@@ -108,7 +115,12 @@ def markdown(records, rows, found, at_bytes, config):
                 *_accuracy(here, labels, 2),
             ]
         plain = [row for row in here if not row["bank"]]
-        lines += ["", "Costs", "", *_costs(plain, labels, config, str(length))]
+        lines += [
+            "",
+            "Costs",
+            "",
+            *_costs(plain, labels, config, length, distances(records, length)),
+        ]
         why = _out_of_reach(config, str(length))
         lines += ["", "Budgets out of reach at this length", "", *why] if why else []
     return "\n".join([*lines, "", *_depths(rows), "", NOTES]) + "\n"
@@ -166,15 +178,15 @@ def _accuracy(rows, labels, turn):
     return lines
 
 
-def _costs(rows, labels, config, length):
+def _costs(rows, labels, config, length, far):
     lines = [
-        "| method | a sparse layer reads | reads prompts | top-1 | KL | tokens | ms per token | "
-        "prompt s | read per step | over the link | resident KV "
+        "| method | a sparse layer reads | reads prompts | top-1 | KL | above its oracle | "
+        "tokens | ms per token | prompt s | read per step | over the link | resident KV "
         "| % of full | metadata | buffers | host | peak |",
-        "|---" * 16 + "|",
+        "|---" * 17 + "|",
     ]
     for label in labels:
-        facts = config["variants"][label].get(length)
+        facts = config["variants"][label].get(str(length))
         found = [row for row in rows if row["variant"] == label]
         if not found or facts is None:
             continue
@@ -184,13 +196,11 @@ def _costs(rows, labels, config, length):
             facts["held"],
         )
         banked = facts["evicts"] and "forget=True" not in facts.get("method", "")
-        agree = (
-            (f"{first['top1']:.3f}", f"{first['kl']:.4f}", f"{first['compared']}")
-            if first["compared"]
-            else ("", "", "")
-        )
+        above, agree = shown(far.get(label)), ("", "", "", "")
+        if first["compared"]:
+            agree = f"{first['top1']:.3f}", f"{first['kl']:.4f}", above, f"{first['compared']}"
         prompts = "shared" if facts["reads"] == "shared" else "itself"
-        shown = (
+        line = (
             *agree,
             _number(every["ms"], 2),
             _number(first["prompt_seconds"], 2),
@@ -200,7 +210,7 @@ def _costs(rows, labels, config, length):
             f"{100 * held['resident']:.1f}",
             *(_size(held[part]) for part in ("metadata", "buffers", "host", "peak")),
         )
-        lines.append(f"| {label} | {reads(every)} | {prompts} | " + " | ".join(shown) + " |")
+        lines.append(f"| {label} | {reads(every)} | {prompts} | " + " | ".join(line) + " |")
     return lines
 
 
@@ -262,6 +272,7 @@ def write(records, config, folder):
     on_floats = [record for record in records if not record.get("bank")]
     plain = [row for row in rows if not row["bank"]]
     found = [*findings(on_floats, evicting), beside_eviction(on_floats, evicting)]
+    found.append(nearer_to_the_oracle(on_floats))
     at_bytes = {
         length: points_of(on_floats, plain, config, length)
         for length in sorted({row["length"] for row in rows})

@@ -60,17 +60,28 @@ def ratio(values):
     """(sum of a / sum of b, half of its 95% interval) of (document, a, b): the ratio estimator over
     documents. None where b sums to 0; an infinite half for one document.
     """
-    over, under = sum(a for _, a, _ in values), sum(b for _, _, b in values)
-    if not under:
+    return mixed_ratio([values], (1,))
+
+
+def mixed_ratio(parts, weights):
+    """(sum over columns of weight * (sum of a / sum of b), half of its 95% interval): parts are
+    columns of (document, a, b), each of the same questions. The ratio estimator over documents;
+    None where a column's b sums to 0, an infinite half for one document.
+    """
+    unders = [sum(b for _, _, b in part) for part in parts]
+    if not parts or not all(unders):
         return None
-    mean, by_document = over / under, defaultdict(float)
-    for document, a, b in values:
-        by_document[document] += a - mean * b
+    mean, by_document = 0.0, defaultdict(float)
+    for part, under, weight in zip(parts, unders, weights):
+        own = sum(a for _, a, _ in part) / under
+        mean += weight * own
+        for document, a, b in part:
+            by_document[document] += weight * (a - own * b) / under
     count = len(by_document)
     if count < 2:
         return mean, math.inf
     spread = sum(rest * rest for rest in by_document.values()) * count / (count - 1)
-    return mean, 1.96 * math.sqrt(spread) / under
+    return mean, 1.96 * math.sqrt(spread)
 
 
 def question_of(record):
