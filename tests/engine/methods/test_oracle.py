@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.base.errors import SettingError
+from engine.methods.mass_meter import Watch
 from engine.methods.oracle.random_topk import RandomTopK
 from engine.methods.oracle.settings import GRANULARITIES
 from engine.methods.oracle.topk import OracleTopK
@@ -206,6 +207,25 @@ def test_a_step_counts_the_rows_that_its_lists_took_and_the_plan_the_most():
     assert [(own >= 0).sum() for own in rows] == counts and rows.shape[1] == max(counts)
     needs = method.needs(world.plan, world.config, 131, 4)
     assert needs.selected == 40 and world.runtime.nbytes == needs.device_bytes
+
+
+@pytest.mark.parametrize("offload", ["device", "host"])
+def test_a_session_keeps_the_share_that_it_was_asked_for(offload):
+    """By the engine's own meter, of lists that differ in length; on both tiers, to the same row."""
+    method, seen = OracleTopP(tokens=200, p=0.9), []
+    with llm_of().session(method, offload=offload) as session:
+        session.prefill(random_ids(300))
+        session.watch_with(Watch(every=1))
+        for token in (3, 1, 4):
+            session.decode(token)
+            rows = session.runtime.rows_read(len(session))
+            seen.append(rows)
+            assert 0.9 <= session.watch.mass < 0.99 and max(rows[2:]) < 200
+            lengths = [(session.runtime.chosen_rows(layer) >= 0).sum(1) for layer in range(2, 7)]
+            assert any(len(set(some.tolist())) > 1 for some in lengths)
+            for layer, some in zip(range(2, 7), lengths):
+                assert rows[layer] == -(-int(some.sum()) // len(some))
+        assert session.watch.lowest >= 0.9 and session.stats.sparse_steps == 3
 
 
 # ---------------------------------------------------------------- the bound

@@ -31,6 +31,7 @@ KNOW |= {
     for kin in ("", "_one", "_newest", "_random", "_per_layer", "_unpacked", "_heads")
 }
 KNOW |= {"kascade", "less_is_more"}
+KNOW |= {"oracle_topk", "oracle_topp", "random_topk", "quoka"}
 KNOW |= {name for name, kind in methods().items() if issubclass(kind, Evicting)}
 KNOW -= {"expected_attention"}
 OMNI = OmniKV(filter_layers=(1,), tokens=512, tail=64, dense_below=0)
