@@ -19,6 +19,7 @@ _HOMES = {
     "A2SF": "engine.methods.evict.a2sf",
     "AdaPyramid": "engine.methods.evict.ada_snapkv",
     "AdaSnapKV": "engine.methods.evict.ada_snapkv",
+    "ClusterKV": "engine.methods.select.index.clusterkv",
     "DoubleSparsity": "engine.methods.select.index.double_sparsity",
     "Duo": "engine.methods.evict.duo",
     "ExpectedAttention": "engine.methods.evict.expected_attention",

@@ -40,6 +40,7 @@ from engine.methods.prompts.quoka import QuoKA as QuoKA
 from engine.methods.select.across.kascade import Kascade as Kascade
 from engine.methods.select.across.less_is_more import LessIsMore as LessIsMore
 from engine.methods.select.across.omnikv_heads import OmniKVHeads as OmniKVHeads
+from engine.methods.select.index.clusterkv import ClusterKV as ClusterKV
 from engine.methods.select.index.double_sparsity import DoubleSparsity as DoubleSparsity
 from engine.methods.select.index.sparq import SparQ as SparQ
 from engine.methods.select.infllm import InfLLM as InfLLM

@@ -7,6 +7,7 @@ NAMES = (
     "ada_pyramid",
     "ada_snapkv",
     "brutal_offload",
+    "clusterkv",
     "double_sparsity",
     "duo",
     "expected_attention",

@@ -13,6 +13,7 @@ from engine import (
     RKV,
     AdaPyramid,
     AdaSnapKV,
+    ClusterKV,
     ExpectedAttention,
     FastGen,
     Full,
@@ -313,6 +314,12 @@ REGISTRY: dict[str, Entry] = {
     "quest": Entry(
         "Quest, pages of 16 by their extremes",
         lambda facts, share: Quest(share=share),
+        keeps_all,
+        group="others",
+    ),
+    "clusterkv": Entry(
+        "ClusterKV, whole clusters of keys that point alike",
+        lambda facts, share: ClusterKV(share=share),
         keeps_all,
         group="others",
     ),

@@ -51,6 +51,7 @@ SETTINGS = {
     "brutal_offload": [dict(layers=3, ahead=2)],
     "infllm": [dict(block=8, init=8, local=64, topk=9, representatives=2, cached=12, chunk=32)],
     "quest": [dict(tokens=80, page=8, gqa_reduce="sum"), dict(share=0.2)],
+    "clusterkv": [dict(tokens=64, segment=64, per=8), dict(share=0.2, segment=100, per=10)],
     "double_sparsity": [dict(channels=str(MODEL / "double_sparsity.json"), tokens=64, count=8)],
     "sparq": [dict(tokens=64, r=16), dict(share=0.1, mean=False, gqa_reduce="max")],
     "tidaldecode": [dict(tokens=64), dict(share=0.1, gqa_reduce="max", correction_layer=5)],

@@ -61,6 +61,7 @@ from engine.methods.prompts.quoka import QuoKA
 from engine.methods.select.across.kascade import Kascade
 from engine.methods.select.across.less_is_more import LessIsMore
 from engine.methods.select.across.omnikv_heads import OmniKVHeads
+from engine.methods.select.index.clusterkv import ClusterKV
 from engine.methods.select.index.double_sparsity import DoubleSparsity
 from engine.methods.select.index.sparq import SparQ
 from engine.methods.select.infllm import InfLLM
@@ -587,6 +588,16 @@ ROWS = (
         "quest",
         Quest(tokens=CAPACITY),
         (Quest(tokens=80, page=8, gqa_reduce="sum"), Quest(share=0.5)),
+        rows_by_head,
+        selects=True,
+    ),
+    Row(
+        "clusterkv",
+        ClusterKV(tokens=CAPACITY),
+        (
+            ClusterKV(tokens=40, sink=4, segment=40, per=4),
+            ClusterKV(share=0.2, sink=0, segment=33, per=3, gqa_reduce="sum", dense_layers=1),
+        ),
         rows_by_head,
         selects=True,
     ),

@@ -8,6 +8,7 @@ rows of a ring counted as if they had come over the link; a plan that promises l
 import pytest
 
 from engine import (
+    ClusterKV,
     DoubleSparsity,
     Kascade,
     LessIsMore,
@@ -47,6 +48,8 @@ CHOOSING = [
     LessIsMore(tokens=20, layers=(1, 4)),
     OmniKVHeads(**SPARSE),
     SparQ(tokens=80, r=4),
+    ClusterKV(tokens=40, sink=4, segment=40, per=4),
+    ClusterKV(share=0.2, segment=33, per=3, gqa_reduce="sum"),
     DoubleSparsity(tokens=20, channels=heavy_channels(), count=5),
     DoubleSparsity(share=0.2, channels=heavy_channels(), gqa_reduce="mean"),
     SparQ(share=0.2, r=8, gqa_reduce="max", dense_layers=1),
@@ -132,7 +135,8 @@ def test_what_scores_everything_streams_its_layers_once_a_step(method, backend):
 @pytest.mark.parametrize("method", [*CHOOSING, *WHOLE], ids=lambda m: m.name)
 def test_a_prompt_brings_what_the_plan_promised(method):
     """Every chunk the past of its layers, the model's last layer once, and Quest the beginning of
-    a page that the chunk before left; MInference every layer whole, of which its lines are ranked.
+    a page that the chunk before left, ClusterKV that of a segment; MInference every layer whole, of
+    which its lines are ranked.
     """
     llm, ids = llm_of(backend="auto"), random_ids(301)
     plan = llm.plan(method, offload="host", max_context=len(ids))
@@ -145,5 +149,6 @@ def test_a_prompt_brings_what_the_plan_promised(method):
             assert rows == len(layers) * len(ids) <= promised
             return
         last = llm.config.num_layers - 1
-        past = sum(at + at % getattr(method, "page", 1) for at in range(0, len(ids), 64))
+        waits = getattr(method, "since", lambda at: at - at % getattr(method, "page", 1))
+        past = sum(2 * at - waits(at) for at in range(0, len(ids), 64))
         assert last in layers and rows == promised == (len(layers) - 1) * past + 256

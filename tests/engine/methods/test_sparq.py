@@ -171,7 +171,7 @@ def test_turns_truncates_forks_and_other_methods_change_nothing(offload):
             for token in ids[100:140]:
                 session.decode(token)
         one.truncate(131)
-        for token in random_ids(90, seed=9):
+        for token in random_ids(70, seed=9):
             one.decode(token)
         one.truncate(131)
         one.set_method(Full())

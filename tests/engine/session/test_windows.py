@@ -23,6 +23,7 @@ from engine.methods.evict.shared.settings import Evicting
 from engine.methods.exact import Exact
 from engine.methods.prompts.quoka import QuoKA
 from engine.methods.registry import methods
+from engine.methods.select.index.clusterkv import ClusterKV
 from engine.methods.select.index.double_sparsity import DoubleSparsity
 from engine.methods.select.index.sparq import SparQ
 from engine.methods.select.minference import MInference
@@ -229,6 +230,7 @@ def test_check_leaves_the_session_as_it_was(llm):
 
 OTHERS = {
     "quest": Quest(tokens=64, dense_layers=1),
+    "clusterkv": ClusterKV(tokens=40, segment=40, per=4),
     "double_sparsity": DoubleSparsity(tokens=40, channels=heavy_channels(LAYERS)),
     "sparq": SparQ(tokens=64),
     "tidaldecode": TidalDecode(tokens=40, select_layer=0),

@@ -20,6 +20,7 @@ from engine.methods.select.base import Budgeted, Buffer, Selecting, Selection
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import TAIL_BLOCK, LayerPlan, single_layer_groups
 from engine.plan.needs import Needs
+from kernels.rows.forms import as_bytes
 from kernels.select.topk import select_topk
 
 AT_ONCE = 4096  # rows learnt or scored at a time: K in float32 is 2 MB a head at head_dim 128
@@ -77,7 +78,7 @@ class Indexed(Budgeted):
             needs,
             whole_layer=False,
             step_rows=self.choices(config) * needs.selected,
-            tail=max(TAIL_BLOCK, self.newest(needs.selected)),
+            tail=max(TAIL_BLOCK, whole_blocks(self.newest(needs.selected))),
             sliding=True,
             recurrent=True,
         )
@@ -118,6 +119,12 @@ class IndexRuntime(Selecting):
         """
         return first
 
+    def since(self, first: int) -> int:
+        """Which row `absorb` begins with where rows from `first` on are new: `first`, or an earlier
+        one that waited for them.
+        """
+        return first
+
     # ---------------------------------------------------------------- learning
 
     def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
@@ -134,9 +141,12 @@ class IndexRuntime(Selecting):
         """
         group = self.plan.group_of[layer]
         if group is not None and bank.on_host(layer) and self._known[group][0] == start:
-            stop = start + q.shape[1]
-            k, v = bank.newest_rows(layer, start, stop)
-            self.absorb(group, 0, start, k[0], v[0])
+            stop, since = start + q.shape[1], self.since(start)
+            rows = [part[0] for part in bank.newest_rows(layer, start, stop)]
+            if since < start:
+                waited = bank.rows(layer, since, start)
+                rows = [joined(old[0], new) for old, new in zip(waited, rows)]
+            self.absorb(group, 0, since, *rows)
             self._known[group][0] = stop
         return super().attend_prompt(layer, q, bank, start)
 
@@ -151,8 +161,9 @@ class IndexRuntime(Selecting):
             known = self._known[group][b]
             start = known if known < n else self.begins(group, b, n - 1)
             for first in range(start, n, AT_ONCE):
-                k, v = bank.rows(layer, first, min(n, first + AT_ONCE))
-                self.absorb(group, b, first, k[b], v[b])
+                since = self.since(first)
+                k, v = bank.rows(layer, since, min(n, first + AT_ONCE))
+                self.absorb(group, b, since, k[b], v[b])
             self._known[group][b] = n
 
     # ---------------------------------------------------------------- a step
@@ -161,7 +172,7 @@ class IndexRuntime(Selecting):
         group, lengths = self.plan.group_of[layer], step.visible.tolist()
         assert group is not None
         self.learn(group, layer, step.bank, lengths)
-        if max(lengths) <= self.k:
+        if max(map(self.choosable, lengths)) <= self.k:
             return Selection(None, None, step.visible)
         index, tail = self.index[group], self.tail_start(step)
         choices, room = len(index) // len(q), self.k - self.method.newest(self.k)
@@ -182,6 +193,10 @@ class IndexRuntime(Selecting):
     def tail_start(self, step: Step) -> torch.Tensor:
         return (step.visible - self.method.newest(self.k)).clamp_(min=0)
 
+    def choosable(self, n: int) -> int:
+        """Tokens of n that compete for the budget."""
+        return n
+
     def tokens_read(self, n: int) -> int:
         """At most: a K/V head whose query heads choose apart reads up to their number times k."""
         apart = self.setup.config.group if self.method.gqa_reduce == "none" else 1
@@ -189,7 +204,9 @@ class IndexRuntime(Selecting):
 
     def choosing_bytes(self, n: int) -> int:
         """The index, where the budget does not cover everything."""
-        return len(self.plan.sparse_layers) * self.index_bytes(n) if n > self.k else 0
+        return (
+            len(self.plan.sparse_layers) * self.index_bytes(n) if self.choosable(n) > self.k else 0
+        )
 
     def index_bytes(self, n: int) -> int:
         """Bytes of one layer's index that a step at n tokens reads."""
@@ -203,6 +220,16 @@ def within_head_dim(name: str, count: int, config: ModelConfig) -> None:
             f"{name}: found {count}, expected at most {config.head_dim}, the head dimension of "
             f"this model ({config.family})"
         )
+
+
+def whole_blocks(tokens: int) -> int:
+    """A tail of so many tokens, rounded up as tails move."""
+    return -(-tokens // TAIL_BLOCK) * TAIL_BLOCK
+
+
+def joined(older: torch.Tensor, newer: torch.Tensor) -> torch.Tensor:
+    """Rows of a bank [Hkv, n, width], of any form, behind one another."""
+    return torch.cat([as_bytes(older), as_bytes(newer)], 1).view(newer.dtype)
 
 
 def grouped(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
