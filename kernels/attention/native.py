@@ -116,14 +116,10 @@ def attend(
     visited = kept + rows - start
     # else something happens to q before or to the result after, in float32
     alike = narrow and softmax.sinks is None and k.dtype in FLOATS and q.is_contiguous()
-    if alike:
-        folded, out = q, torch.empty_like(q)
-    else:
-        folded, out = _folded(q, k, units), torch.empty(units, queries * group, dim)
+    folded = q if alike else _folded(q, k, units)
+    out = torch.empty_like(q) if alike else torch.empty(units, queries * group, dim)
     lse = torch.empty(units, queries * group)
-    needed = part_floats(units, queries * group, dim, visited)
-    if parts is None or parts.numel() < needed:
-        parts = torch.empty(needed)
+    parts = _room(parts, part_floats(units, queries * group, dim, visited))
     lengths = None if each is None else each + (rows - start)
     call = _Call(
         folded.data_ptr(), k.data_ptr(), v.data_ptr(),
@@ -137,14 +133,18 @@ def attend(
         units // kv_heads, scale, softmax.cap, unit,
     )  # fmt: skip
     if alike:
-        pointers = ctypes.c_void_p(q.data_ptr()), ctypes.c_void_p(out.data_ptr())
-        given = ROWS[k.dtype], *pointers, ROWS[q.dtype]
+        given = ROWS[k.dtype], *(ctypes.c_void_p(t.data_ptr()) for t in (q, out)), ROWS[q.dtype]
         check(library.omnikv_attend_heads(ctypes.byref(call), *given), f"attention to {k.dtype}")
         return out, _of_queries(lse[..., None], queries)[..., 0]
     check(library.omnikv_attend(ctypes.byref(call), ROWS[k.dtype]), f"attention to {k.dtype}")
     out = _of_queries(out, queries)
     out, lse = softmax.sunk(out, _of_queries(lse[..., None], queries)[..., 0])
     return out.to(q.dtype) if narrow else out, lse
+
+
+def _room(parts: torch.Tensor | None, needed: int) -> torch.Tensor:
+    """`parts` where it has so many elements, else new ones."""
+    return torch.empty(needed) if parts is None or parts.numel() < needed else parts
 
 
 def _of_queries(found: torch.Tensor, queries: int) -> torch.Tensor:
@@ -183,9 +183,7 @@ def attend_own_rows(
     alike = k.dtype in FLOATS and q.is_contiguous()
     folded = q if alike else _folded(q[0], k, units)
     out, lse = torch.empty_like(folded), torch.empty(units, group)
-    needed = part_floats(units, group, dim, most)
-    if parts is None or parts.numel() < needed:
-        parts = torch.empty(needed)
+    parts = _room(parts, part_floats(units, group, dim, most))
     call = _Call(
         folded.data_ptr(), k.data_ptr(), v.data_ptr(),
         0, k.stride(0) * sizes[0], 0, v.stride(0) * sizes[1], None, 0,
@@ -287,9 +285,8 @@ def logits_natively(
     """
     heads, rows, dim = q.shape[1], k.shape[1], q.shape[2]
     units, size, folded = len(k), k.element_size(), _folded(q, k, len(k))
-    lse, needed = torch.empty(heads), part_floats(units, heads // units, dim, rows)
-    if parts is None or parts.numel() < needed:
-        parts = torch.empty(needed)
+    lse = torch.empty(heads)
+    parts = _room(parts, part_floats(units, heads // units, dim, rows))
     call = _Call(
         folded.data_ptr(), k.data_ptr(), k.data_ptr(),
         k.stride(0) * size, k.stride(1) * size, 0, 0, None, 0,

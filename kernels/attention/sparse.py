@@ -369,7 +369,6 @@ def decode_sparse_triton(
     slots = batch * heads * queries * splits
     scratch.require(part=slots * head_dim, lse=slots, out_lse=batch * queries * heads)
     out, q = q.new_empty(q.shape), wide_stored_queries(q, k)
-    sih = index.stride(1) if index.shape[1] > 1 else 0
     tiles = kv_heads * -(-queries // config.queries)
     sparse_kernel[(splits, tiles, batch)](
         q,
@@ -386,7 +385,7 @@ def decode_sparse_triton(
         *k.stride()[:3],
         *v.stride()[:3],
         index.stride(0),
-        sih,
+        index.stride(1) if index.shape[1] > 1 else 0,
         kv_heads,
         queries,
         EACH=counts.dim() == 2,

@@ -425,6 +425,9 @@ CHOOSING = {
     "quest": ("kv_head", "quest"),
     "tidaldecode": ("query_head", "tidaldecode"),
     "omnikv_heads": ("kv_head", "omnikv_heads"),
+    "sparq": ("kv_head", "sparq"),
+    "double_sparsity": ("kv_head", "double_sparsity"),
+    "clusterkv": ("kv_head", "clusterkv"),
     "kascade": ("kv_head", "kascade"),
     "less_is_more": ("layer", "less_is_more"),
 }

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from engine import LLM, Full
 from engine.base.errors import BadCheckpoint, UsageError
 from engine.base.version import VERSION
-from engine.methods.evict.duo_gates import facts_of, gates_text
+from engine.methods.evict.duo_gates import gates_text
+from engine.methods.tables.head_table import facts_of
 from engine.model.llama import Llama, post_attention, pre_attention, rms_norm
 from engine.model.rope import Rotary
 from tools.common.program import POCKET, guarded, replace_json, replace_text, require_writable, say

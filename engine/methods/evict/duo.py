@@ -26,16 +26,10 @@ from engine.base.checks import at_most_one, boolean, fraction, integer
 from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.evict.by_head.kinds import HeadKinds, highest, no_budget
-from engine.methods.evict.duo_gates import (
-    HOW,
-    Facts,
-    checked_facts,
-    checked_gates,
-    read_gates,
-    require_model,
-)
+from engine.methods.evict.duo_gates import GATES, HOW, checked_gates, read_gates
 from engine.methods.evict.shared.runtime import Chooser, EvictingRuntime
 from engine.methods.evict.shared.store import Part, Rows, Sequence
+from engine.methods.tables.head_table import Facts, checked_facts, require_model
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from kernels.launch.softmax import PLAIN
@@ -97,7 +91,7 @@ class Duo(HeadKinds):
         """Raises SettingError for another model's gates."""
         if self.gates is not None:
             assert isinstance(self.gates, tuple)
-            require_model(self.gates, self.made_for, config)
+            require_model(self.gates, self.made_for, config, GATES)
         return super().plan(config)
 
     def validate(self, plan: LayerPlan) -> None:

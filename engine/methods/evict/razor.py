@@ -27,11 +27,11 @@ from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.evict.by_head.compensated import Compensated, Dropped
 from engine.methods.evict.by_head.kinds import HeadKinds, highest, no_budget
-from engine.methods.evict.duo_gates import Facts, checked_facts, require_model
 from engine.methods.evict.razor_heads import HOW, SCORES, checked_heads, read_heads
 from engine.methods.evict.shared.ragged import TABLES
 from engine.methods.evict.shared.runtime import Chooser, EvictingRuntime
 from engine.methods.evict.shared.store import ROOM, Part, Rows, reserved
+from engine.methods.tables.head_table import Facts, checked_facts, require_model
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from kernels.launch.softmax import PLAIN

@@ -10,16 +10,8 @@ from typing import Any
 
 from engine.base.checks import found
 from engine.base.errors import SettingError
-from engine.methods.evict.duo_gates import (
-    FORMAT,
-    Facts,
-    Gates,
-    Table,
-    checked_gates,
-    facts_of,
-    table_data,
-    table_text,
-)
+from engine.methods.evict.duo_gates import Gates, checked_gates
+from engine.methods.tables.head_table import FORMAT, Facts, Table, facts_of, table_data, table_text
 from engine.model.config.config import ModelConfig
 
 Heads = tuple[Gates, Gates]  # echo and induction scores, each [layer][K/V head], in [0, 1]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from engine import LLM
 from engine.base.errors import SettingError
-from engine.methods.evict.duo_gates import facts_of
 from engine.methods.select.index.channels import channels_text
 from engine.methods.select.index.double_sparsity import DoubleSparsity
+from engine.methods.tables.head_table import facts_of
 from tests.builders import GROUPS, POCKET, WORLD_LAYERS, World, random_ids, tiny_config
 from tests.engine.methods.method_checks import llm_of
 from tests.engine.methods.method_table import heavy_channels

@@ -22,8 +22,9 @@ from engine.base.errors import SavedFileError, SettingError
 from engine.base.figures import brief
 from engine.methods.evict import duo
 from engine.methods.evict.duo import Duo, attend_lambda
-from engine.methods.evict.duo_gates import facts_of, gates_text, read_gates
+from engine.methods.evict.duo_gates import gates_text, read_gates
 from engine.methods.full import Full
+from engine.methods.tables.head_table import facts_of
 from kernels.prefill.dense import prefill_dense
 from tests.builders import POCKET, VOCAB, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.evicting_simulation import Conversation, Rule

@@ -19,11 +19,11 @@ from engine.base.errors import SavedFileError, SettingError
 from engine.methods.evict.by_head import compensated
 from engine.methods.evict.by_head.compensated import Compensated, Dropped
 from engine.methods.evict.by_head.kinds import highest
-from engine.methods.evict.duo_gates import facts_of
 from engine.methods.evict.razor import Razor
 from engine.methods.evict.razor_heads import heads_text
 from engine.methods.evict.shared.store import Rows, reserved
 from engine.methods.full import Full
+from engine.methods.tables.head_table import facts_of
 from tests.builders import POCKET, VOCAB, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_checks import SHAPES, llm_of
 from tests.engine.methods.method_table import duo_gates

@@ -19,7 +19,8 @@ from typing import Any
 from engine.base.checks import found as shown
 from engine.base.checks import is_integer
 from engine.base.errors import EngineError, SettingError
-from engine.methods.evict.duo_gates import (
+from engine.methods.select.across.by_logits import checked_layers
+from engine.methods.tables.head_table import (
     FORMAT,
     LIMIT,
     MOST,
@@ -29,7 +30,6 @@ from engine.methods.evict.duo_gates import (
     table_data,
     table_text,
 )
-from engine.methods.select.across.by_logits import checked_layers
 from engine.model.config.config import ModelConfig
 from weights.errors import BadCheckpoint
 from weights.fingerprint import fingerprint

@@ -24,7 +24,6 @@ from engine.bank.base import Step
 from engine.base.checks import integer
 from engine.base.errors import SettingError
 from engine.methods.base import Method, Runtime, Setup
-from engine.methods.evict.duo_gates import Facts, checked_facts, require_model
 from engine.methods.full import Full
 from engine.methods.select.across.by_logits import (
     ByLogits,
@@ -40,6 +39,7 @@ from engine.methods.select.across.head_map import (
     read_map,
 )
 from engine.methods.select.base import Budgeted, Buffer, Selection
+from engine.methods.tables.head_table import Facts, checked_facts, require_model
 from engine.model.config.config import ModelConfig
 from engine.plan.filter_layers import FilterLayers
 from engine.plan.layers import LayerPlan, Role, choosers_alike, layer_plan

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.base.checks import found, is_integer
 from engine.base.errors import SettingError
-from engine.methods.evict.duo_gates import (
+from engine.methods.tables.head_table import (
     FORMAT,
     MOST,
     Facts,

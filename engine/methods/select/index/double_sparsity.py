@@ -21,7 +21,6 @@ import torch
 from engine.base.checks import integer
 from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
-from engine.methods.evict.duo_gates import Facts, checked_facts
 from engine.methods.select.base import Buffer
 from engine.methods.select.index.base import (
     AT_ONCE,
@@ -37,6 +36,7 @@ from engine.methods.select.index.channels import (
     read_channels,
     require_channels,
 )
+from engine.methods.tables.head_table import Facts, checked_facts
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from kernels.rows.forms import unpack_keys
