@@ -1,9 +1,7 @@
 // One row per K/V head leaves a store: the one of the least score. The last row takes its place.
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include "scratch.h"
+#include "vector.h"
 
 namespace {
 
@@ -24,14 +22,23 @@ struct Call {  // strides in bytes, but for those of positions and scores, which
 
 enum { MOST, MEAN, SUM };
 
-// A row's score over the group.
-inline float reduced(const float *x, long stride, int group, int how) {
-    float found = x[0];
+// What rows have [group][rows, `stride` apart], over the group.
+void reduce(const float *x, long stride, int group, int rows, int how, float *__restrict found) {
+    memcpy(found, x, sizeof(float) * rows);
     for (int g = 1; g < group; g++) {
-        const float one = x[g * stride];
-        found = how != MOST ? found + one : one > found ? one : found;
+        x += stride;
+        if (how == MOST)
+            for (int t = 0; t < rows; t++) found[t] = x[t] > found[t] ? x[t] : found[t];
+        else
+            for (int t = 0; t < rows; t++) found[t] += x[t];
     }
-    return how == MEAN ? found / group : found;
+    for (int t = 0; how == MEAN && t < rows; t++) found[t] /= group;
+}
+
+// In a loop of its own: with what follows, a fused multiply and sum would leave what torch rounds.
+void square(const float *__restrict x, int count, float *__restrict found) {
+    for (int t = 0; t < count; t++) found[t] = x[t] * x[t];
+    asm volatile("" : : "r"(found) : "memory");
 }
 
 // Ranks of a head's rows by the mean of their weights: RoCo's (kernels/select/drop.py: steady_ranks). room:
@@ -47,9 +54,7 @@ const float *steady_ranks(const Call &c, int head, float *room) {
         const float seen = (float)(c.seen - at[t]);
         mean[t] = sums[t] / seen, deviation[t] = squares[t] / seen;
     }
-    // in a loop of its own: a fused multiply and subtract would leave what torch rounds to nothing
-    for (int t = 0; t < n; t++) own[t] = mean[t] * mean[t];
-    asm volatile("" : : "r"(own) : "memory");
+    square(mean, n, own);
     for (int t = 0; t < n; t++) {
         const float left = deviation[t] - own[t];
         deviation[t] = at[t] >= c.keep_from ? INFINITY : sqrtf(left > 0 ? left : 0);
@@ -66,24 +71,31 @@ const float *steady_ranks(const Call &c, int head, float *room) {
     return mean;
 }
 
-// Of equal scores the older row goes. Rows of positions below `keep_below`
-// and from `keep_from` on rank last.
+// Of equal scores the older row goes. Rows of positions below `keep_below` and from `keep_from` on rank
+// last. room: 8 floats a row.
 int least(const Call &c, int head, float *room) {
     const int32_t *at = c.positions + head * c.position_head;
-    const float *scores = c.scores ? c.scores + head * c.score_head : nullptr;
-    const float *ranks = c.seen ? steady_ranks(c, head, room) : c.ranks ? c.ranks + head * c.rank_head : nullptr;
-    int found = 0;
-    float best = INFINITY;
+    float *const rank = room + 7 * c.rows;
+    if (c.seen)
+        memcpy(rank, steady_ranks(c, head, room), sizeof(float) * c.rows);
+    else if (c.ranks)
+        memcpy(rank, c.ranks + head * c.rank_head, sizeof(float) * c.rows);
+    else if (c.scores)
+        reduce(c.scores + head * c.score_head, c.score_query, c.group, c.rows, c.how, rank);
+    else
+        memset(rank, 0, sizeof(float) * c.rows);
+    for (int t = 0; t < c.rows; t++)
+        rank[t] = (at[t] < c.keep_below) | (at[t] >= c.keep_from) ? INFINITY : rank[t];
+    Floats bests = all(INFINITY);
+    int t = 0;
+    for (; t + W <= c.rows; t += W) bests = load(rank + t) < bests ? load(rank + t) : bests;
+    float best = -largest(-bests);
+    for (; t < c.rows; t++) best = rank[t] < best ? rank[t] : best;
     int32_t age = INT32_MAX;
-    for (int t = 0; t < c.rows; t++) {
-        const bool stays = at[t] < c.keep_below || at[t] >= c.keep_from;
-        const float own = ranks    ? ranks[t]
-                          : scores ? reduced(scores + t, c.score_query, c.group, c.how)
-                                   : 0;
-        const float x = stays ? INFINITY : own;
-        if (x < best || (x == best && at[t] < age)) best = x, age = at[t], found = t;
-    }
-    return found;
+    for (int i = 0; i < c.rows; i++) age = (rank[i] == best) & (at[i] < age) ? at[i] : age;
+    for (int i = 0; i < c.rows; i++)
+        if (at[i] == age && rank[i] == best) return i;
+    return 0;
 }
 
 }  // namespace
@@ -91,8 +103,8 @@ int least(const Call &c, int head, float *room) {
 // Returns 0, or 2 without memory.
 extern "C" int omnikv_drop_least(const Call *c) {
     static thread_local Scratch scratch;
-    float *const room = c->seen ? (float *)scratch.get(sizeof(float) * 7 * c->rows) : nullptr;
-    if (c->seen && !room) return 2;
+    float *const room = (float *)scratch.get(sizeof(float) * 8 * c->rows);
+    if (!room) return 2;
     for (int head = 0; head < c->heads; head++) {
         const int to = least(*c, head, room), from = c->rows - 1;
         if (to == from) continue;
@@ -105,6 +117,22 @@ extern "C" int omnikv_drop_least(const Call *c) {
             float *x = c->scores + head * c->score_head + g * c->score_query;
             x[to] = x[from];
         }
+    }
+    return 0;
+}
+
+// What rows have received, in place of `ranks` [heads][group][rows], is added over the group to their scores,
+// and its squares to the second ones. Returns 0, or 2 without memory.
+extern "C" int omnikv_add_moments(const Call *c) {
+    static thread_local Scratch scratch;
+    float *const one = (float *)scratch.get(sizeof(float) * 2 * c->rows), *const squares = one + c->rows;
+    if (!one) return 2;
+    for (int head = 0; head < c->heads; head++) {
+        reduce(c->ranks + head * c->rank_head, c->rows, c->group, c->rows, c->how, one);
+        square(one, c->rows, squares);
+        float *const sums = c->scores + head * c->score_head;
+        for (int t = 0; t < c->rows; t++) sums[t] += one[t];
+        for (int t = 0; t < c->rows; t++) sums[c->score_query + t] += squares[t];
     }
     return 0;
 }

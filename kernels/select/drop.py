@@ -126,6 +126,26 @@ def largest(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.
     return keys.topk(count, 1, sorted=False).indices
 
 
+def add_moments(
+    scores: torch.Tensor, weights: torch.Tensor, how: str, backend: str = "auto"
+) -> None:
+    """Add a query's weights, reduced over a group, and their squares to what `steady_ranks` takes.
+
+    scores float32 [h, 2, T], T >= n, last dim contiguous; weights float32 [h, G, n], contiguous;
+    how: as in `drop_least`. Mutates the scores of the first n rows. Raises as `drop_least` does.
+    """
+    (heads, group, rows), size = weights.shape, scores.stride()
+    if choose(backend, scores, _BINDING.usable) == "native":
+        call = _Call(scores=scores.data_ptr(), score_head=size[0], score_query=size[1])
+        call.ranks, call.rank_head = weights.data_ptr(), weights.stride(0)
+        call.heads, call.group, call.rows, call.how = heads, group, rows, RULES.index(how)
+        check(loaded().omnikv_add_moments(ctypes.byref(call)), "adding weights and their squares")
+        return
+    one = reduce_group(weights, how)
+    scores[:, 0, :rows] += one
+    scores[:, 1, :rows] += one.square()
+
+
 def worst(scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Index int64 [h] of the smallest of scores [h, T]; of equal scores the older token's."""
     least = scores.amin(1, keepdim=True)
@@ -202,3 +222,10 @@ def _steady() -> Iterator[Case]:
         drop_least(*theirs, 37, "max", 0, 30, "reference", None, by)
         for found, expected in zip(mine, theirs):
             yield f"a row dropped beside {count}", found.float(), expected.float(), torch.float32
+    for how in RULES:
+        for group in (1, 3):
+            mine, theirs = scores.clone(), scores.clone()
+            new = torch.rand(3, group, 37, generator=generator)
+            add_moments(mine, new, how, "native")
+            add_moments(theirs, new, how, "reference")
+            yield f"sums of squares by {how}", mine, theirs, torch.float32

@@ -8,7 +8,7 @@ import torch
 from kernels.attention.dense import decode_logged
 from kernels.native.library import missing
 from kernels.select.column_sums import column_sums
-from kernels.select.drop import RULES, Steady, drop_least
+from kernels.select.drop import RULES, Steady, add_moments, drop_least
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -118,6 +118,22 @@ def test_rows_stay_whose_weights_vary_most_and_of_the_others_the_least_mean_goes
             for found, old in zip(mine[:3], before[:3]):
                 assert torch.equal(found[head, : rows - 1], old[head, order])
             assert torch.equal(mine[3][head, :, : rows - 1], before[3][head][:, order])
+
+
+@pytest.mark.parametrize("how", RULES)
+@pytest.mark.parametrize("heads, group, rows", [(1, 1, 1), (2, 4, 15), (3, 8, 16), (2, 3, 1031)])
+def test_weights_and_their_squares_are_added_as_torch_adds_them(heads, group, rows, how):
+    """To the bit: a fused multiply would round another way."""
+    generator = torch.Generator().manual_seed(rows)
+    scores = torch.rand(heads, 2, rows + 5, generator=generator)
+    weights = torch.rand(heads, group, rows, generator=generator)
+    found, expected = scores.clone(), scores.clone()
+    add_moments(found, weights, how, "native")
+    add_moments(expected, weights, how, "reference")
+    assert torch.equal(found, expected) and torch.equal(found[..., rows:], scores[..., rows:])
+    exact = {"max": weights.amax(1), "sum": weights.sum(1), "mean": weights.mean(1)}[how].double()
+    exact = scores[..., :rows].double() + torch.stack([exact, exact.square()], 1)
+    torch.testing.assert_close(found[..., :rows].double(), exact, atol=0, rtol=2e-7)
 
 
 def test_rows_whose_weights_are_all_alike_do_not_vary():

@@ -21,7 +21,7 @@ from engine.methods.evict.shared.accumulated_scores import Accumulating, Accumul
 from engine.methods.evict.shared.store import Part, Rows, Sequence
 from engine.model.config.config import ModelConfig
 from kernels.select.column_sums import weight_tiles
-from kernels.select.drop import Steady, reduce_group, steady_ranks
+from kernels.select.drop import Steady, add_moments, reduce_group, steady_ranks
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,11 @@ class RoCoRuntime(AccumulatingRuntime):
         first: int,
         start: int,
     ) -> torch.Tensor:
-        """Sums of the queries' weights and of their squares: [h, 2, T]."""
+        """Sums of the queries' weights and of their squares [h, 2, T]; of a step that left its
+        weights these [h, G, 1, T], whose sums `add_to` takes.
+        """
         if self.weights is not None and len(q) and not self.reading:
-            one = reduce_group(self.weights[:, :, 0], self.method.gqa_reduce)
-            return torch.stack([one, one.square()], 1)
+            return self.weights
         sums = torch.zeros(len(k), 2, k.shape[1], device=q.device)
         given = self.scale, None, self.softmax[layer]
         for _, rows, weights in weight_tiles(q, k, first, *given):
@@ -78,6 +79,11 @@ class RoCoRuntime(AccumulatingRuntime):
             sums[:, 0, rows] += one.sum(1)
             sums[:, 1, rows] += one.square().sum(1)
         return sums
+
+    def add_to(self, scores: torch.Tensor, new: torch.Tensor, decay: float) -> None:
+        if new.dim() == 3:
+            return super().add_to(scores, new, decay)
+        add_moments(scores, new.squeeze(2), self.method.gqa_reduce, self.setup.backend)
 
     def ranked(self, part: Part, length: int, budget: int) -> torch.Tensor:
         """Means [h, T], infinite for what is kept whatever its mean."""

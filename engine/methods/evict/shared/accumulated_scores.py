@@ -207,6 +207,8 @@ class AccumulatingRuntime(EvictingRuntime):
         """As kernels/select/column_sums.py; a step's of what its attention has left. tau: what
         `change` divides logits by, and the layer's sinks are divided by.
         """
+        if not len(q):
+            return torch.zeros(len(k), q.shape[1] // len(k), k.shape[1], device=q.device)
         if self.weights is not None and len(q) and change is None and not self.reading:
             found = self.weights
             if each is not None:
@@ -242,8 +244,7 @@ class AccumulatingRuntime(EvictingRuntime):
                 for number, rows in enumerate(parts):
                     new = self.pending[b, layer, number]
                     assert rows.scores is not None
-                    scores = rows.scores[:, :, : new.shape[2]]
-                    (scores if decay == 1.0 else scores.mul_(decay)).add_(new)
+                    self.add_to(rows.scores, new, decay)
             return
         sums = sequence.sums
         if sums is None:
@@ -256,6 +257,11 @@ class AccumulatingRuntime(EvictingRuntime):
                 old = torch.cat([old, more], 2)
             old[:, :, : new.shape[2]].mul_(decay).add_(new)
             sums[layer] = old
+
+    def add_to(self, scores: torch.Tensor, new: torch.Tensor, decay: float) -> None:
+        """Add what a step has left pending to a store's scores, which decay first."""
+        scores = scores[:, :, : new.shape[2]]
+        (scores if decay == 1.0 else scores.mul_(decay)).add_(new)
 
     def no_scores(self) -> torch.Tensor:
         """Scores of no token."""
