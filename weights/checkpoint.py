@@ -34,6 +34,14 @@ BYTES = DTYPES | {"U8": torch.uint8}  # and what MXFP4 is stored in
 # bytes copied, checked and released at a time; 1 to 32 MB measured alike (bound by page faults)
 CHUNK = 4 << 20
 
+Empty = Callable[[tuple[int, ...], torch.dtype, torch.device | str], torch.Tensor]
+
+
+def _torch_empty(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
 
 # forms of a target that is not stored as it is wanted
 TURNED, MXFP4, WIDE = "turned", "mxfp4", "wide"
@@ -118,14 +126,17 @@ class Checkpoint:
     `tensors` maps names to TensorInfo; `total_bytes` is their stored size.
     """
 
-    def __init__(self, folder: Path, tensors: dict[str, TensorInfo]) -> None:
-        self.folder, self.tensors = folder, tensors
+    def __init__(
+        self, folder: Path, tensors: dict[str, TensorInfo], empty: Empty = _torch_empty
+    ) -> None:
+        self.folder, self.tensors, self._empty = folder, tensors, empty
         self.total_bytes = sum(info.nbytes for info in tensors.values())
         self._sizes = {info.file: regular_size(info.file) for info in tensors.values()}
 
     @classmethod
-    def open(cls, folder: str | Path) -> Checkpoint:
-        """Read the index and every safetensors header of `folder`; no tensor data.
+    def open(cls, folder: str | Path, empty: Empty = _torch_empty) -> Checkpoint:
+        """Read the index and every safetensors header of `folder`; no tensor data. empty(shape,
+        dtype, device) makes the tensors that `stream` fills.
 
         Raises BadCheckpoint if the folder is damaged, incomplete or contradictory, and
         UnsupportedCheckpoint for an unknown dtype or a folder with only pickle or GGUF files.
@@ -136,9 +147,9 @@ class Checkpoint:
                 f"{folder}: found no folder, expected a model in Hugging Face layout"
             )
         if present(folder / SINGLE):  # before the index, as transformers does
-            return cls(folder, read_header(inside(folder, SINGLE)))
+            return cls(folder, read_header(inside(folder, SINGLE)), empty)
         if present(folder / INDEX):
-            return cls(folder, _read_index(folder))
+            return cls(folder, _read_index(folder), empty)
         raise _no_weights(folder)
 
     def require(
@@ -241,7 +252,7 @@ class Checkpoint:
             turned = target.form == TURNED
             shape = target.parts[0][1] if turned else target.shape
             dtype = torch.float32 if target.form == WIDE else dtype
-            out, row = torch.empty(shape, dtype=dtype, device=device), 0
+            out, row = self._empty(shape, dtype, device), 0
             whole = target.rows or (None,) * len(infos)
             for (name, info), (_, part), some in zip(infos, target.parts, whole):
                 below = out[row : row + part[0]]

@@ -20,6 +20,7 @@ from engine.model.config.rope_config import MAX_POSITIONS
 from engine.model.low_bits import AsStored, OnTheWay, Rounding
 from engine.model.tensors import ignored, targets
 from engine.text.tokenizer import Tokenizer, has_tokenizer
+from kernels.native.own_pages import empty_on
 from weights.checkpoint import Checkpoint
 from weights.gguf.header import GGUF, read_header
 from weights.gguf.magic import is_gguf
@@ -98,7 +99,7 @@ class Folder:
     def tensors(self, config: ModelConfig) -> Checkpoint | QuantisedCheckpoint:
         """As ModelFiles."""
         found: Checkpoint | QuantisedCheckpoint = (
-            Checkpoint.open(self.path)
+            Checkpoint.open(self.path, empty_on)
             if self._format is None
             else QuantisedCheckpoint(self.path, self._format)
         )
