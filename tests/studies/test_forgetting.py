@@ -23,6 +23,26 @@ def test_what_is_planned_without_a_bank_is_less_than_with_one(capsys):
     assert forgetting.row(found).split("|")[5].strip() == "2.00"
 
 
+def test_what_was_stored_is_not_measured_again(tmp_path, capsys, monkeypatch):
+    found = dict(method="window", planned=100, peak=104, after=1, heap=0, store=1, bank=200)
+    store = tmp_path / "found.jsonl"
+    store.write_text(json.dumps(found) + "\n")
+    given = ["--store", str(store), "--shape", "tiny", "--tokens", "2048", "--methods"]
+    monkeypatch.setattr(forgetting, "alone", lambda args, name: 1 / 0)
+    assert forgetting.main([*given, "window"]) == 0
+    assert "1 of 1 within 5%" in capsys.readouterr().out
+    store.write_text(json.dumps(found | dict(peak=106)) + "\n")
+    assert forgetting.main([*given, "window"]) == 1
+    assert "outside: window: +6%" in capsys.readouterr().out
+
+
+def test_the_last_prompt_is_a_chunk_or_all_that_wait():
+    ends = forgetting.ends
+    assert ends(forgetting.method_of("window", "tiny"), 10_000, 1024) == (8975, 8976, 10_000)
+    assert ends(forgetting.method_of("snapkv", "tiny"), 10_000, 1024) == (2049, 2050, 10_000)
+    assert ends(forgetting.method_of("h2o", "tiny"), 10_000, 1024) == (1, 2, 10_000)
+
+
 def test_methods_that_keep_everything_are_refused_by_name():
     with pytest.raises(SettingError, match="found omnikv, expected some of a2sf, ada_pyramid"):
         forgetting.arguments(["--methods", "omnikv"])

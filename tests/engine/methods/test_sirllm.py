@@ -249,6 +249,23 @@ def test_no_query_sees_more_than_the_budget(monkeypatch, forget):
 # ---------------------------------------------------------------- turns, interrupts, files
 
 
+@pytest.mark.parametrize("settings", [{"tokens": 64}, {"tokens": 64, "segment": 7}, {"share": 0.5}])
+def test_no_chunk_is_longer_than_what_is_planned_for_one(settings):
+    llm = tiny_llm(method=SirLLM(sink=2, **settings), max_context=512)
+    plan = llm.plan()
+    with llm.session() as session:
+        piece, ends = session.runtime.needs.piece, []
+        for count in (300, 101):
+            session.prefill(random_ids(count), progress=lambda state: ends.append(state.done))
+    # positions from 0, in both prompts
+    lengths = [stop - start if stop > start else stop for start, stop in zip([0, *ends], ends)]
+    assert sum(lengths) == 401 and max(lengths) <= piece
+    notes = {item[0]: item[2] for item in plan.items}
+    assert (
+        notes["prefill workspace"] == f"activations of one chunk of {min(piece, plan.chunk)} tokens"
+    )
+
+
 def surprises(session):
     """{position: surprise} of layer 1."""
     (rows,) = session.runtime.sequences[0].layers[1]
