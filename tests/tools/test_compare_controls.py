@@ -364,7 +364,7 @@ def test_a_run_goes_on_with_its_own_controls_and_model_only(tiny, tmp_path, caps
     page = capsys.readouterr().out
     records = read(out)[1:]
     assert {r["name"] for r in records} == {
-        *("full", "omnikv", "h2o", *CONTROLS),
+        *("full", "omnikv", "h2o", "oracle_omnikv", *CONTROLS),
         *(EVICTION_CONTROL, PROMPT_KEPT),
     }
     assert {tuple(r["kept"]) for r in records if r["name"] == "h2o"} == {(), (0, 2)}

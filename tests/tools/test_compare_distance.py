@@ -73,6 +73,13 @@ def test_only_questions_budgets_and_turns_that_both_have_are_compared():
     ]
     assert distances(made + strange, 1000) == distances(made, 1000)
     assert distances(made + strange, 2000) == {} == distances(made[:12], 1000)
+    # a method with layers kept dense is compared with an oracle that keeps them too
+    kept = answers({"omnikv": 0.5}, kept=[0]) + answers({"oracle_omnikv": 0.125}, kept=[0])
+    for r in kept:
+        r["variant"] += " +dense 0"
+    both = distances(made + kept, 1000)
+    assert both["omnikv 5%"][0] == pytest.approx(0.25)
+    assert both["omnikv 5% +dense 0"][0] == pytest.approx(0.375)
     # a method that does not choose has none
     assert "h2o 5%" not in distances(made + answers({"h2o": 1.0}), 1000)
 

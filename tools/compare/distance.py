@@ -19,13 +19,14 @@ def distances(records, length):
     """
     found = {}
     kl = _by_question(records, length)
-    for (label, name, kind, budget, kept, bank), own in kl.items():
+    labels = {_column(r): r["variant"] for r in records}
+    for column, own in kl.items():
+        name, _, _, _, bank = column
         oracle = entry_of(name).oracle
-        if oracle and not bank:
-            other = kl.get((f"{oracle} {budget:g}%", oracle, kind, budget, kept, bank))
-            far = None if other is None else _mixed((1, -1), own, other)
-            if far is not None:
-                found[label] = far
+        other = kl.get((oracle, *column[1:])) if oracle and not bank else None
+        far = None if other is None else _mixed((1, -1), own, other)
+        if far is not None:
+            found[labels[column]] = far
     return found
 
 
@@ -37,14 +38,17 @@ def shown(distance):
     return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
 
 
+def _column(r):
+    """What a record and its oracle's have in common but for the name, which comes first."""
+    return r["name"], r["kind"], r["budget"], tuple(r["kept"]), r.get("bank", "")
+
+
 def _by_question(records, length):
     """{column: {question: (sum of KL, positions)}} of first answers that were compared."""
     found = {}
     for r in records:
         if r["turn"] == 1 and r["length"] == length and r.get("compared"):
-            column = r["variant"], r["name"], r["kind"], r["budget"], tuple(r["kept"])
-            own = found.setdefault((*column, r.get("bank", "")), {})
-            own[question_of(r)] = r["kl"], r["compared"]
+            found.setdefault(_column(r), {})[question_of(r)] = r["kl"], r["compared"]
     return found
 
 
@@ -84,12 +88,10 @@ def _nearer(records, name):
     for length in sorted({r["length"] for r in records}):
         kl = _by_question(records, length)
         for column, own in kl.items():
-            if column[1:3] != (name, "share") or column[4] or column[5]:
+            if column[:2] != (name, "share") or column[3] or column[4]:
                 continue
-            budget = column[3]
             oracle, chance = (
-                kl.get((f"{other} {budget:g}%", other, *column[2:]))
-                for other in ("oracle_omnikv", "omnikv_random")
+                kl.get((other, *column[1:])) for other in ("oracle_omnikv", "omnikv_random")
             )
             if oracle is None or chance is None:
                 continue
@@ -99,7 +101,7 @@ def _nearer(records, name):
             found.append(nearer)
             near, far = _mixed((1, -1), own, oracle), _mixed((1, -1), own, chance)
             said = f"{shown(near)} above its oracle, {shown(far)} beside chance"
-            lines.append(f"{column[0]}, {length:,} tokens: {said} (KL)")
+            lines.append(f"{name} {column[2]:g}%, {length:,} tokens: {said} (KL)")
     if not found:
         return NOT_RUN, lines
     if any(mean - half > 0 for mean, half in found):
