@@ -7,12 +7,14 @@ with what the timed path chose, and what it would have chosen itself is compared
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
 import torch
 
+from engine.bank.base import own_rows
 from engine.methods.base import Runtime
 from engine.methods.evict.shared.runtime import EvictingRuntime
 from engine.methods.omnikv.runtime import OmniKVRuntime
@@ -126,10 +128,8 @@ class Forced:
     def _select(self, layer: int, q: torch.Tensor, step: Any) -> Selection:
         own, recorded = self._own(layer, q, step), self.choice[self.runtime.plan.group_of[layer]]
         if own.index is not None and recorded.index is not None:
-            counts = zip(own.counts.tolist(), recorded.counts.tolist())
-            for mine, theirs, (some, others) in zip(own.index, recorded.index, counts):
-                for head, other in zip(mine, theirs):
-                    self._count(head[:some], other[:others])
+            for mine, theirs in zip(_lists(own), _lists(recorded)):
+                self._count(mine, theirs)
         return recorded
 
     def _choose(self, group: int, *arguments: Any) -> None:
@@ -149,6 +149,14 @@ class Forced:
         same = int(torch.isin(mine, theirs).sum())
         self.shares.append(same / longer)
         self.apart |= same < SAME * longer and longer - same > FEW
+
+
+def _lists(chosen: Selection) -> Iterator[torch.Tensor]:
+    """The entries of every list of every sequence, int [k] each."""
+    assert chosen.index is not None and chosen.counts is not None
+    for index, counts in zip(chosen.index, chosen.counts):
+        for rows in own_rows(index, counts):
+            yield rows[rows >= 0]
 
 
 def _stores(state: Any) -> list[torch.Tensor]:
