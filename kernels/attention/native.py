@@ -75,6 +75,14 @@ def part_floats(kv_heads: int, rows: int, dim: int, visited: int) -> int:
     return kv_heads * -(-visited // SPLIT) * rows * (dim + 2)
 
 
+def _room(
+    parts: torch.Tensor | None, kv_heads: int, rows: int, dim: int, visited: int
+) -> torch.Tensor:
+    """`parts` where it has the room that `part_floats` says, else a new one."""
+    needed = part_floats(kv_heads, rows, dim, visited)
+    return torch.empty(needed) if parts is None or parts.numel() < needed else parts
+
+
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -106,20 +114,20 @@ def attend(
     -inf. Mutates logits and parts. Raises ValueError for a dtype that this build lacks, MemoryError
     where its queries find no room.
     """
-    library = loaded()
     queries, heads, dim = q.shape
-    kv_heads, rows = len(k), k.shape[1] if stop is None else stop
-    size = k.element_size()
+    kv_heads, size, rows = len(k), k.element_size(), k.shape[1] if stop is None else stop
     # an index for each query head makes each a head, of which some in turn share K and V
     units = heads if index is not None and len(index) == heads else kv_heads
     group = heads // units
     visited = kept + rows - start
     # else something happens to q before or to the result after, in float32
     alike = narrow and softmax.sinks is None and k.dtype in FLOATS and q.is_contiguous()
-    folded = q if alike else _folded(q, k, units)
-    out = torch.empty_like(q) if alike else torch.empty(units, queries * group, dim)
+    if alike:
+        folded, out = q, torch.empty_like(q)
+    else:
+        folded, out = _folded(q, k, units), torch.empty(units, queries * group, dim)
     lse = torch.empty(units, queries * group)
-    parts = _room(parts, part_floats(units, queries * group, dim, visited))
+    parts = _room(parts, units, queries * group, dim, visited)
     lengths = None if each is None else each + (rows - start)
     call = _Call(
         folded.data_ptr(), k.data_ptr(), v.data_ptr(),
@@ -127,24 +135,19 @@ def attend(
         None if index is None else index.data_ptr(),
         0 if index is None or len(index) == 1 else index.stride(0),
         out.data_ptr(), lse.data_ptr(), parts.data_ptr(),
-        None if logits is None else logits.data_ptr(), visited,
-        None, None if lengths is None else lengths.data_ptr(), None,
-        units, queries, group, dim, kept, start, visited, SPLIT, torch.get_num_threads(),
-        units // kv_heads, scale, softmax.cap, unit,
+        None if logits is None else logits.data_ptr(), visited, None,
+        None if lengths is None else lengths.data_ptr(), None, units, queries, group, dim, kept,
+        start, visited, SPLIT, torch.get_num_threads(), units // kv_heads, scale, softmax.cap, unit,
     )  # fmt: skip
     if alike:
-        given = ROWS[k.dtype], *(ctypes.c_void_p(t.data_ptr()) for t in (q, out)), ROWS[q.dtype]
-        check(library.omnikv_attend_heads(ctypes.byref(call), *given), f"attention to {k.dtype}")
+        pointers = ctypes.c_void_p(q.data_ptr()), ctypes.c_void_p(out.data_ptr())
+        given = ROWS[k.dtype], *pointers, ROWS[q.dtype]
+        check(loaded().omnikv_attend_heads(ctypes.byref(call), *given), f"attention to {k.dtype}")
         return out, _of_queries(lse[..., None], queries)[..., 0]
-    check(library.omnikv_attend(ctypes.byref(call), ROWS[k.dtype]), f"attention to {k.dtype}")
-    out = _of_queries(out, queries)
-    out, lse = softmax.sunk(out, _of_queries(lse[..., None], queries)[..., 0])
+    check(loaded().omnikv_attend(ctypes.byref(call), ROWS[k.dtype]), f"attention to {k.dtype}")
+    lse = _of_queries(lse[..., None], queries)[..., 0]
+    out, lse = softmax.sunk(_of_queries(out, queries), lse)
     return out.to(q.dtype) if narrow else out, lse
-
-
-def _room(parts: torch.Tensor | None, needed: int) -> torch.Tensor:
-    """`parts` where it has so many elements, else new ones."""
-    return torch.empty(needed) if parts is None or parts.numel() < needed else parts
 
 
 def _of_queries(found: torch.Tensor, queries: int) -> torch.Tensor:
@@ -183,7 +186,7 @@ def attend_own_rows(
     alike = k.dtype in FLOATS and q.is_contiguous()
     folded = q if alike else _folded(q[0], k, units)
     out, lse = torch.empty_like(folded), torch.empty(units, group)
-    parts = _room(parts, part_floats(units, group, dim, most))
+    parts = _room(parts, units, group, dim, most)
     call = _Call(
         folded.data_ptr(), k.data_ptr(), v.data_ptr(),
         0, k.stride(0) * sizes[0], 0, v.stride(0) * sizes[1], None, 0,
@@ -285,8 +288,7 @@ def logits_natively(
     """
     heads, rows, dim = q.shape[1], k.shape[1], q.shape[2]
     units, size, folded = len(k), k.element_size(), _folded(q, k, len(k))
-    lse = torch.empty(heads)
-    parts = _room(parts, part_floats(units, heads // units, dim, rows))
+    lse, parts = torch.empty(heads), _room(parts, units, heads // units, dim, rows)
     call = _Call(
         folded.data_ptr(), k.data_ptr(), k.data_ptr(),
         k.stride(0) * size, k.stride(1) * size, 0, 0, None, 0,

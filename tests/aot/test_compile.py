@@ -42,6 +42,7 @@ def cases(target):
         step += [Case("tiles"), Case("experts", packed="int4")]
         # a window is sampled on sm_89, whose shared memory is the least
         others = [Case("dense", dtype="float32"), Case("topk"), Case("apart"), Case("ragged")]
+        others.append(Case("lists", group=4))
         return [*decode, *prefill, *step, *others]
     least = [Case("sparse", group=4)]
     others = {

@@ -20,6 +20,7 @@ from tools.compare import cli as compare
 from tools.compare import stats as compare_stats
 from tools.compare.build import NEAR, Facts, infllm
 from tools.compare.comparison import key_of
+from tools.compare.distance import nearer_to_the_oracle
 from tools.compare.methods import REGISTRY, Variant, variants, wanted
 from tools.compare.report import rows_of, write
 from tools.compare.resident import beside_eviction
@@ -365,6 +366,7 @@ def test_report_tables_json_and_plots(tmp_path):
     assert [f["claim"] for f in report["findings"]] == [
         *(f.claim for f in claims.findings(records, {"h2o"})),
         beside_eviction(records, {"h2o"}).claim,
+        nearer_to_the_oracle(records).claim,
     ]
     cell = next(
         c
@@ -751,7 +753,7 @@ def test_a_run_stops_in_time_and_goes_on(tiny, tmp_path, capsys):
     for r in records:
         per_document[r["task"], r["seed"]] += 1
     assert per_document == {
-        (task, seed): 10 * 2 * conversations
+        (task, seed): 11 * 2 * conversations
         for task in TASKS
         for seed, conversations in ((0, 2), (1, 1))
     }

@@ -118,10 +118,13 @@ def call(case: Case) -> None:
         k, v = by_token(case, CAPACITY)
         index, one = meta(1, 1, BUDGET), meta(1)
         decode_sparse(q, k, v, index, one, one, one, scale, scratch, "triton", softmax)
-        if case.launcher == "sparse":  # and of heads that choose different numbers of tokens
-            lists, counts = meta(1, k.shape[1], BUDGET), meta(1, k.shape[1])
-            decode_sparse(q, k, v, lists, counts, one, one, scale, scratch, "triton", softmax)
+        if case.launcher == "sparse":
             return
+    if case.launcher == "lists":
+        k, v = by_token(case, CAPACITY)
+        index, counts, one = meta(1, 8, BUDGET), meta(1, 8), meta(1)
+        decode_sparse(q, k, v, index, counts, one, one, scale, None, "triton", softmax)
+        return
     if case.launcher in PREFILL_LAUNCHERS:
         call_prefill(case)
         return

@@ -23,7 +23,8 @@ class Case:
     """One shipped configuration: a launcher and the shapes that it is called with.
 
     launcher: dense, scored (dense with scores), ragged (heads of different counts), apart (dense
-    and sparse with merges of their own), sparse, topk, window, or one of PREFILL_LAUNCHERS,
+    and sparse with merges of their own), sparse, lists (sparse, of heads that choose different
+    numbers of tokens), topk, window, or one of PREFILL_LAUNCHERS,
     HOST_LAUNCHERS and STEP_LAUNCHERS; net is a gated delta net's step and prompt, ssd a Mamba-2
     layer's. group: query heads per K/V head, of which there are 8; for net value heads per key
     head, of which there are 16, and head_dim is both's; for ssd heads per group, of which there are
@@ -48,7 +49,8 @@ class Case:
         and 8, one query, 16 bits.
         """
         bounded = self.launcher in (
-            "dense", "scored", "ragged", "apart", "sparse", *PREFILL_LAUNCHERS, *STEP_LAUNCHERS
+            "dense", "scored", "ragged", "apart", "sparse", "lists", *PREFILL_LAUNCHERS,
+            *STEP_LAUNCHERS,
         )  # fmt: skip
         return (
             bounded
@@ -111,6 +113,7 @@ def shipped(everything: bool = False) -> list[Case]:
     ]
     return [
         *cases,
+        *(Case("lists", group=group) for group in (1, 4, 8)),
         Case("apart"),
         Case("parts"),
         Case("topk"),
