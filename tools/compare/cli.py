@@ -91,8 +91,8 @@ def _what(parser: argparse.ArgumentParser) -> None:
         "--no-controls",
         dest="controls",
         action="store_false",
-        help="leave out OmniKV with random tokens, with one and with the newest, and eviction by "
-        "chance: no claim is then tested",
+        help="leave out OmniKV with random tokens, with one and with the newest, eviction by "
+        "chance, and the oracle of what chooses: no claim is then tested",
     )
     parser.add_argument(
         "--dense-layers-kept",

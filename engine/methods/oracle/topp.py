@@ -70,7 +70,7 @@ class TopPRuntime(OracleRuntime):
 
     method: OracleTopP
     apart = True
-    _length = 0  # tokens of sequence 0 in the step that chose last
+    _lengths: tuple[int, ...] = (0,)  # tokens of each sequence in the step that chose last
 
     def covers(self, candidates: int) -> bool:
         """Only where nothing may be left out."""
@@ -79,7 +79,7 @@ class TopPRuntime(OracleRuntime):
     def score(self, layer: int, q: torch.Tensor, step: Step, lengths: list[int]) -> None:
         """And zero what an earlier step has left behind the tokens."""
         super().score(layer, q, step, lengths)
-        lists, self._length = len(self.scores) // len(q), lengths[0]
+        lists, self._lengths = len(self.scores) // len(q), tuple(lengths)
         for b, n in enumerate(lengths):
             self.scores[b * lists : (b + 1) * lists, n : max(lengths)] = 0.0
 
@@ -87,7 +87,7 @@ class TopPRuntime(OracleRuntime):
         """The fewest tokens before the tail that reach p together with it."""
         if self.method.p == 1:
             return torch.full_like(stop, self.k)
-        scores = self.scores[:, : int(step.visible.max())]
+        scores = self.scores[:, : max(self._lengths)]
         places = torch.arange(scores.shape[1], device=scores.device)
         ours = scores.masked_fill(places >= stop.unsqueeze(1), 0.0)
         reached = ours.sort(1, descending=True).values.cumsum(1, dtype=torch.float64)
@@ -100,7 +100,7 @@ class TopPRuntime(OracleRuntime):
         """The mean over the lists of the step that has just run at n tokens, rounded up; the most
         that a step at another length reads.
         """
-        if n != self._length or not self.chosen:
+        if n != self._lengths[0] or not self.chosen:
             return super().rows_read(n)
         newest = n - tail_start(n, self.method.tail) if self.method.tail else 0
         counts = {group: one.counts for group, one in self.chosen.items()}
@@ -113,4 +113,4 @@ class TopPRuntime(OracleRuntime):
         return seen
 
     def truncate(self, length: int) -> None:
-        self._length = 0
+        self._lengths = (0,)
