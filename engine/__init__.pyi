@@ -37,9 +37,11 @@ from engine.methods.oracle.random_topk import RandomTopK as RandomTopK
 from engine.methods.oracle.topk import OracleTopK as OracleTopK
 from engine.methods.oracle.topp import OracleTopP as OracleTopP
 from engine.methods.prompts.quoka import QuoKA as QuoKA
+from engine.methods.select.across.delta import Delta as Delta
 from engine.methods.select.across.kascade import Kascade as Kascade
 from engine.methods.select.across.less_is_more import LessIsMore as LessIsMore
 from engine.methods.select.across.omnikv_heads import OmniKVHeads as OmniKVHeads
+from engine.methods.select.across.omnikv_top_p import OmniKVTopP as OmniKVTopP
 from engine.methods.select.index.clusterkv import ClusterKV as ClusterKV
 from engine.methods.select.index.double_sparsity import DoubleSparsity as DoubleSparsity
 from engine.methods.select.index.sparq import SparQ as SparQ

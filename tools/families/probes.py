@@ -118,7 +118,7 @@ def _method(
     if name == "razor":
         scores = ((1.0,) * llm.config.num_kv_heads,) * llm.config.num_layers
         settings = {"heads": (scores, scores), "induction": 1.0}
-    if name in ("kascade", "less_is_more"):
+    if name in ("kascade", "less_is_more", "delta"):
         settings["anchors" if name == "kascade" else "layers"] = (first,)
     if name == "double_sparsity":
         channels = ((tuple(range(llm.config.head_dim)),) * llm.config.num_kv_heads,)

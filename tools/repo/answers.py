@@ -62,6 +62,7 @@ SETTINGS = {
         dict(tokens=64, anchors=(0, 2, 5), head_map=((0, 1), (1, 1), (0, 1), (1, 0)) * 2),
         dict(anchors=(0, 4), least=16),
     ],
+    "delta": [dict(tokens=80, page=8), dict(share=0.2, layers=(1, 3), newest=1)],
     "less_is_more": [dict(tokens=64), dict(share=0.1, layers=(1, 3), recent=0.0)],
     "minference": [{}],
     "quoka": [dict(tokens=64, queries=4, block=32)],

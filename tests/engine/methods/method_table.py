@@ -58,9 +58,11 @@ from engine.methods.oracle.random_topk import RandomTopK
 from engine.methods.oracle.topk import OracleTopK
 from engine.methods.oracle.topp import OracleTopP
 from engine.methods.prompts.quoka import QuoKA
+from engine.methods.select.across.delta import Delta
 from engine.methods.select.across.kascade import Kascade
 from engine.methods.select.across.less_is_more import LessIsMore
 from engine.methods.select.across.omnikv_heads import OmniKVHeads
+from engine.methods.select.across.omnikv_top_p import OmniKVTopP
 from engine.methods.select.index.clusterkv import ClusterKV
 from engine.methods.select.index.double_sparsity import DoubleSparsity
 from engine.methods.select.index.sparq import SparQ
@@ -684,15 +686,28 @@ ROWS = (
     Row(
         "less_is_more",
         LessIsMore(tokens=CAPACITY),
-        (LessIsMore(tokens=64), LessIsMore(share=0.2, layers=(0, 3), recent=0.1, sinks=2)),
+        (LessIsMore(share=0.2, layers=(0, 3), recent=0.1, sinks=2),),
         rows_by_head,
+        selects=True,
+    ),
+    Row(
+        "delta",
+        Delta(tokens=CAPACITY),
+        (Delta(tokens=100, page=7, newest=1),),
+        rows_by_head,
+        selects=True,
+    ),
+    Row(
+        "omnikv_top_p",
+        OmniKVTopP(**EVERYTHING, mass=1.0),
+        (OmniKVTopP(**SPARSE, mass=0.9, least=9),),
+        shared_rows,
         selects=True,
     ),
     Row(
         "omnikv_heads",
         OmniKVHeads(**EVERYTHING),
         (
-            OmniKVHeads(**SPARSE),
             OmniKVHeads(scores="raw", sink=4, **SPARSE),
             OmniKVHeads(selector="exponential", **SPARSE),
         ),

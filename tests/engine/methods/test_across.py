@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import Kascade, LessIsMore, OmniKV, OmniKVHeads, TidalDecode
+from engine import Delta, Kascade, LessIsMore, OmniKV, OmniKVHeads, OmniKVTopP, TidalDecode
 from engine.base.errors import SettingError
 from engine.methods.select.across.head_map import map_text, read_npy
 from engine.plan.layers import Role, tail_start
@@ -142,6 +142,61 @@ def test_omnikvs_heads_choose_by_their_own_group(backend, shape, lengths, count,
     assert world.runtime.chosen_rows(3).tolist() == lists[0]
     spoil(world, 3, lists, tails)
     assert_reads(world, 3, q, world.runtime.attend(3, q, step), lists, tails)
+
+
+@BACKENDS
+@given(
+    SHAPES,
+    st.lists(LENGTHS, min_size=1, max_size=2),
+    st.sampled_from((1, 3, 16)),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(0, 99),
+)
+@QUICK
+def test_deltas_pages_are_those_of_the_most_attention(
+    backend, shape, lengths, page, more, newest, seed
+):
+    """Layer 2 attends to everything, layer 3 to the pages and the newest ones."""
+    pages = newest + more
+    method = Delta(tokens=pages * page, layers=(2,), page=page, newest=newest)
+    world = filled(method, shape, lengths, backend, seed)
+    world.lengths, step = lengths, world.step(*lengths)
+    asked, q = world.queries(), world.queries()
+    keys = world.bank.kv(2)[0]
+    world.runtime.attend(2, asked, step)
+    lists = []
+    for b, n in enumerate(lengths):
+        rule = simulation.delta(asked[b, 0], keys[b, :, :n], page, pages, newest)
+        rows = [row for p in rule for row in range(p * page, min(n, (p + 1) * page))]
+        lists.append([rows] * shape[1])
+        assert len(rows) <= pages * page
+    if max(lengths) > pages * page:
+        spoil(world, 3, lists, lengths)
+        assert world.runtime.tokens_read(lengths[0]) == len(lists[0][0])
+    assert_reads(world, 3, q, world.runtime.attend(3, q, step), lists, lengths)
+
+
+@BACKENDS
+@given(SHAPES, LENGTHS, st.floats(0.05, 1.0), st.integers(1, 9), st.integers(9, 40))
+@QUICK
+def test_a_step_takes_as_many_tokens_as_hold_the_mass(backend, shape, n, mass, least, most):
+    """Against float64; one score's rounding may move the end by one token."""
+    given = dict(filter_layers=(2,), tail=64, dense_below=0)
+    method = OmniKVTopP(tokens=most, mass=mass, least=least, **given)
+    world = filled(method, shape, (n,), backend, seed=n)
+    asked, stop = world.queries(), tail_start(n, 64)
+    world.runtime.attend(2, asked, world.step(n))
+    weights = simulation.softmax_of(asked[0, 0], world.bank.kv(2)[0][0, :, :n])
+    highest = weights.flatten(0, 1).amax(0)[:stop]
+    order = highest.argsort(descending=True)
+    sums = highest[order].cumsum(0)
+    needed = 1 + int((sums < mass * highest.sum()).sum()) if mass < 1 else most
+    count = min(max(needed, least), most, stop)
+    got = world.runtime.chosen_rows(3).tolist()
+    assert got == sorted(order[: len(got)].tolist())
+    if len(got) != count:
+        assert abs(float(sums[min(len(got), count) - 1] - mass * sums[-1])) < 1e-5
 
 
 CONFIG = tiny_config(layers=8, heads=8, kv_heads=1)
@@ -329,10 +384,16 @@ def test_a_map_of_another_model_is_refused(tmp_path):
         (lambda c: LessIsMore(recent=1.1), "recent"),
         (lambda c: LessIsMore(sinks=-1), "sinks"),
         (lambda c: LessIsMore(tokens=9999).plan(c), "9,999, expected at most 4,096"),
+        (lambda c: Delta(layers=(1, 8)).plan(c), "layers: found 8, .* 0 to 7"),
+        (lambda c: Delta(page=0), "page"),
+        (lambda c: Delta(newest=0), "newest"),
+        (lambda c: OmniKVTopP(mass=0.0), "mass"),
+        (lambda c: OmniKVTopP(tokens=9, least=10), "found 10, expected at most the budget of 9"),
+        (lambda c: OmniKVTopP(scores="raw"), "raw scores"),
         (lambda c: OmniKVHeads(official=True, filter_layers=(1,)), "omnikv_heads: official"),
         (lambda c: OmniKVHeads(prefill_ratio=2, filter_layers=(1,)), "prefill_ratio"),
     ],
-    ids=range(15),
+    ids=range(21),
 )
 def test_bad_settings_are_named(make, words):
     with pytest.raises(SettingError, match=words) as caught:

@@ -9,6 +9,7 @@ import pytest
 
 from engine import (
     ClusterKV,
+    Delta,
     DoubleSparsity,
     Kascade,
     LessIsMore,
@@ -46,6 +47,7 @@ CHOOSING = [
     RandomTopK(tokens=20, granularity="query_head"),
     Kascade(tokens=20, anchors=(0, 2, 5), head_map=crossed_heads()),
     LessIsMore(tokens=20, layers=(1, 4)),
+    Delta(tokens=100, page=7, layers=(1, 4)),
     OmniKVHeads(**SPARSE),
     SparQ(tokens=80, r=4),
     ClusterKV(tokens=40, sink=4, segment=40, per=4),
@@ -149,6 +151,7 @@ def test_a_prompt_brings_what_the_plan_promised(method):
             assert rows == len(layers) * len(ids) <= promised
             return
         last = llm.config.num_layers - 1
-        waits = getattr(method, "since", lambda at: at - at % getattr(method, "page", 1))
+        page = method.page if isinstance(method, Quest) else 1
+        waits = getattr(method, "since", lambda at: at - at % page)
         past = sum(2 * at - waits(at) for at in range(0, len(ids), 64))
         assert last in layers and rows == promised == (len(layers) - 1) * past + 256

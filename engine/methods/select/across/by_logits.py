@@ -156,28 +156,29 @@ class ByLogits(Selecting):
             return Selection(None, None, step.visible)
         assert group is not None
         scores = self.score(layer, q, step, lengths)
-        return self.highest(group, scores, step.visible, self.k, step.visible)
+        given = self.k, step.visible, self.setup.backend
+        return highest(self.index[group], scores, step.visible, *given)
 
-    def highest(
-        self, group: int, scores: torch.Tensor, stop: torch.Tensor, k: int, tail: torch.Tensor
-    ) -> Selection:
-        """The k highest of scores [B * choices, n] below stop [B] int32, in the group's index, as
-        a choice whose tail begins at tail [B] int32.
-        """
-        index = self.index[group]
-        choices = len(index) // len(stop)
-        stop = stop.repeat_interleave(choices)
-        counts = torch.empty_like(stop)
-        select_topk(
-            scores,
-            torch.zeros_like(stop),
-            stop,
-            torch.full_like(stop, k),
-            index,
-            counts,
-            backend=self.setup.backend,
-        )
-        return Selection(index.view(len(tail), choices, -1), counts[::choices], tail)
+
+def highest(
+    index: torch.Tensor,
+    scores: torch.Tensor,
+    stop: torch.Tensor,
+    k: int | torch.Tensor,
+    tail: torch.Tensor,
+    backend: str,
+    unit: int = 1,
+) -> Selection:
+    """The k highest of scores [B * choices, n] below stop [B] int32, in index int32 [B * choices,
+    most], as a choice whose tail begins at tail [B] int32. k: a number or int32 [B]; unit: tokens
+    that a score is of.
+    """
+    choices = len(index) // len(stop)
+    stop = stop.repeat_interleave(choices)
+    most = torch.full_like(stop, k) if isinstance(k, int) else k.repeat_interleave(choices)
+    counts = torch.empty_like(stop)
+    select_topk(scores, torch.zeros_like(stop), stop, most, index, counts, backend=backend)
+    return Selection(index.view(len(tail), choices, -1), counts[::choices], tail, unit)
 
 
 def attend_logged(

@@ -26,6 +26,7 @@ from engine.methods.select.across.by_logits import (
     choice_buffers,
     choosers_stay,
     choosing_layers,
+    highest,
     require_room,
 )
 from engine.methods.select.base import Budgeted, Buffer, Selection
@@ -117,7 +118,8 @@ class LessIsMoreRuntime(ByLogits):
         sinks, chosen, _ = self.method.parts(self.k)
         tail = self.tail_start(step)
         scores = self.score(layer, q, step, lengths)
-        return self.highest(group, scores, tail, sinks + chosen, tail)
+        given = sinks + chosen, tail, self.setup.backend
+        return highest(self.index[group], scores, tail, *given)
 
     def tail_start(self, step: Step) -> torch.Tensor:
         """The newest tokens are read beside the list."""

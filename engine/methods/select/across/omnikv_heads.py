@@ -18,7 +18,7 @@ from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.omnikv.runtime import OmniKVRuntime
-from engine.methods.select.across.by_logits import attend_logged, logs_of
+from engine.methods.select.across.by_logits import attend_logged, highest, logs_of
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import TAIL_BLOCK, LayerPlan
 from engine.plan.needs import Needs
@@ -26,7 +26,6 @@ from kernels.attention.dense import decode_dense
 from kernels.attention.native import attends
 from kernels.attention.sparse import decode_sparse
 from kernels.launch.dispatch import choose
-from kernels.select.topk import select_topk
 from kernels.select.window_scores import window_scores
 
 
@@ -102,18 +101,10 @@ class HeadsRuntime(OmniKVRuntime):
         """Select every head's k tokens with the highest of `scores` [B * Hkv, bucket] before the
         tail.
         """
-        stop = step.tail_start(self.method.tail).repeat_interleave(self.lists)
-        counts = torch.empty_like(stop)
-        select_topk(
-            scores,
-            torch.zeros_like(stop),
-            stop,
-            self.k_device.repeat_interleave(self.lists),
-            self.index[group].flatten(0, 1),
-            counts,
-            backend=self.setup.backend,
-        )
-        self.counts[group].copy_(counts[:: self.lists])
+        stop, index = step.tail_start(self.method.tail), self.index[group].flatten(0, 1)
+        chosen = highest(index, scores, stop, self.k_device, stop, self.setup.backend)
+        assert chosen.counts is not None
+        self.counts[group].copy_(chosen.counts)
 
     def _score(self, layer: int, q: torch.Tensor, step: Step, scores: torch.Tensor) -> torch.Tensor:
         """Attention to everything; leaves every K/V head's maxima in `scores`."""
