@@ -277,6 +277,17 @@ class Bank(ABC):
         """
         return self.selected(layer, index, counts, tail_start, step)
 
+    def bring(
+        self,
+        layers: Sequence[int],
+        index: torch.Tensor,
+        counts: torch.Tensor,
+        tail_start: torch.Tensor,
+    ) -> None:
+        """Bring what `picked` will be asked for, the same in each of these layers of one group, in
+        one copy: an offloaded group's rows. It holds for this step.
+        """
+
     @abstractmethod
     def newest_rows(self, layer: int, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V [B, Hkv, T, D] of positions first .. stop-1: the chunk or step that was

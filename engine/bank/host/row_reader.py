@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -58,6 +58,23 @@ class RowReader:
         if old < len(tokens):
             copy_rows(out[old : len(tokens)], self._set_of[layer].listed(layer, tokens[old:]))
         return old * self.part_bytes
+
+    def read_group(self, group: Sequence[int], tokens: torch.Tensor, out: torch.Tensor) -> int:
+        """Copy what host memory has of `tokens`, an ascending int32 list of positions, of all
+        layers of an offload group to out[0:], rows [n, layers, elements], in one copy; how many.
+        The host waits to learn that.
+        """
+        old = int((tokens < self._writer.host_length).sum())
+        if old:
+            words = out.view(len(out), -1).view(torch.int32)
+            programs = self._host.pool.programs
+            self._host.read(group[0], tokens[:old], words, 0, old, programs=programs)
+        return old
+
+    def read_ring(self, layer: int, tokens: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy the ring's rows of positions `tokens` of a layer to out [n, elements]."""
+        if len(tokens):
+            copy_rows(out, self._set_of[layer].listed(layer, tokens))
 
     def read_selected(self, layer: int, index: torch.Tensor, count: int, out: torch.Tensor) -> int:
         """Copy the rows of index[:count], an int32 list of positions in host memory, to out[0:];

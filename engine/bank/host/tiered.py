@@ -347,6 +347,17 @@ class TieredBank(Bank):
             return self._resident.picked(layer, index, counts, tail_start, step)
         return self._whole.pick(self.row_layers[layer], index, counts, tail_start, self.length)
 
+    def bring(
+        self,
+        layers: Sequence[int],
+        index: torch.Tensor,
+        counts: torch.Tensor,
+        tail_start: torch.Tensor,
+    ) -> None:
+        ws = self._set_among(layers)
+        if ws is not None:
+            self._whole.bring(ws.group, index, counts, tail_start, self.length)
+
     # ---------------------------------------------------------------- around a prompt, a step
 
     def preparing(self, n: int) -> contextlib.AbstractContextManager[None]:
@@ -356,6 +367,7 @@ class TieredBank(Bank):
     def before_step(self, n: int) -> None:
         """Make room in host memory, have the tail in the rings, and wait for older write-backs."""
         self._resident.before_step(n)
+        self._whole.drop_brought()
         self._writer.reserve(self.host_length, n)
         if n % TAIL_BLOCK == 0:
             # Race: this step's selection may hold the block that was written back 64 steps ago, and

@@ -8,6 +8,7 @@ gathered by a selection that was not fetched: one per head, or the ablation with
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,19 @@ from engine.bank.host.row_reader import RowReader
 from engine.bank.host.streams import SideStream, wait
 from engine.bank.host.write_back import WriteBack
 from engine.bank.row_layout import RowLayout
+
+
+class Brought(NamedTuple):
+    """Rows of an offload group that came in one copy. rows [n + tail, layers, elements], of which
+    the first `old` of a layer are there, and the others when it asks: they are in its ring. tokens
+    int32: all their positions; where int32 [1, h, K]: the rows of a choice, before row `first`.
+    """
+
+    rows: torch.Tensor
+    old: int
+    tokens: torch.Tensor
+    where: torch.Tensor
+    first: int
 
 
 class WholeLayers:
@@ -38,6 +52,7 @@ class WholeLayers:
     ) -> None:
         self.streamed = 0  # bytes read from host memory
         self.staged: dict[int, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
+        self._brought: dict[int, tuple[int, Brought]] = {}
         self.buffers = [layout.empty(capacity) for _ in range(count)]
         self._reader, self._writer, self._blocks = reader, writer, blocks
         self._layout, self._stream, self._capacity = layout, stream, capacity
@@ -133,6 +148,8 @@ class WholeLayers:
         """As `gather`, of one choice or one per head, index [1, h, K]: each row that any head chose
         comes once. Chosen positions may be newer than what is in host memory.
         """
+        if layer in self._brought:
+            return self._of_brought(layer, counts, tail_start)
         chosen = own_rows(index[0], counts[0])[None]
         tokens = chosen.unique()
         tokens = tokens[tokens >= 0]
@@ -140,6 +157,43 @@ class WholeLayers:
         where = torch.searchsorted(tokens, chosen.contiguous(), out_int32=True)
         first, last = (torch.full_like(tail_start, n) for n in (len(tokens), len(rows)))
         return SparseRows(*self._layout.views(rows), where, counts, first, last)
+
+    def bring(
+        self,
+        group: Sequence[int],
+        index: torch.Tensor,
+        counts: torch.Tensor,
+        tail_start: torch.Tensor,
+        stop: int,
+    ) -> None:
+        """Bring what `pick` will be asked for, the same in each layer of an offload group, but for
+        rows that are in rings: the newest are not written yet.
+        """
+        picked, device = own_rows(index[0], counts[0])[None], self._layout.device
+        chosen = picked.unique()
+        chosen = chosen[chosen >= 0]
+        newest = torch.arange(int(tail_start[0]), stop, dtype=torch.int32, device=device)
+        tokens = torch.cat([chosen.int(), newest])
+        rows = self._layout.empty(len(tokens), len(group))
+        # race: chosen rows may still be on their way to the host
+        wait(self._writer.event, device)
+        old = self._reader.read_group(group, tokens, rows)
+        self.streamed += old * len(group) * self._reader.part_bytes
+        where = torch.searchsorted(chosen, picked.contiguous(), out_int32=True)
+        brought = Brought(rows, old, tokens, where, len(chosen))
+        self._brought = {layer: (i, brought) for i, layer in enumerate(group)}
+
+    def _of_brought(self, layer: int, counts: torch.Tensor, tail_start: torch.Tensor) -> SparseRows:
+        """A layer's part of what was brought, once."""
+        i, (rows, old, tokens, where, chosen) = self._brought.pop(layer)
+        own = rows[:, i]
+        self._reader.read_ring(layer, tokens[old:], own[old:])
+        first, last = (torch.full_like(tail_start, n) for n in (chosen, len(rows)))
+        return SparseRows(*self._layout.views(own), where, counts, first, last)
+
+    def drop_brought(self) -> None:
+        """Drop what was brought for a step that broke off."""
+        self._brought = {}
 
     def _picked(self, layer: int, tokens: torch.Tensor, first: int, stop: int) -> torch.Tensor:
         """Rows of positions `tokens`, then of first .. stop-1, in a buffer of their own."""
@@ -152,8 +206,8 @@ class WholeLayers:
 
     def forget(self) -> None:
         """Drop what is staged: positions were dropped."""
-        self.staged = {}
+        self.staged, self._brought = {}, {}
 
     def close(self) -> None:
         """Give the buffers back."""
-        self.buffers, self._spare, self.staged = [], None, {}
+        self.buffers, self._spare, self.staged, self._brought = [], None, {}, {}

@@ -22,6 +22,7 @@ from engine import (
     SparQ,
     TidalDecode,
 )
+from engine.bank.host.host_rows import HostRows
 from engine.methods.controls.ablations import OmniKVPerLayer
 from engine.methods.select.index.base import Indexed
 from engine.plan.layers import tail_start
@@ -116,6 +117,41 @@ def test_a_step_brings_what_any_head_chose_once(method, shape, backend):
             else:
                 assert rows <= promised
             assert rows == wanted
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        LessIsMore(tokens=20, layers=(1, 4)),
+        Delta(tokens=100, page=7, layers=(1, 4)),
+        OmniKVHeads(**SPARSE),
+    ],
+    ids=lambda m: m.name,
+)
+def test_a_list_that_a_group_shares_comes_in_one_copy(method, monkeypatch):
+    """Two groups, two and two layers: two reads of host memory in a step, of which each is of a
+    group's whole rows.
+    """
+    read, calls = HostRows.read, []
+
+    def counted(self, layer, tokens, *given, **more):
+        calls.append((layer, len(tokens)))
+        return read(self, layer, tokens, *given, **more)
+
+    with llm_of(backend="auto").session(method, offload="host") as session:
+        session.prefill(random_ids(301))
+        session.decode(3)  # the rings are filled before it
+        monkeypatch.setattr(HostRows, "read", counted)
+        for token in random_ids(5):
+            calls.clear()
+            session.decode(token)
+            rows = lists_and_tail if isinstance(method, OmniKVHeads) else rows_by_head
+            wanted = []
+            for group in session.plan.groups:
+                declared = rows(session.runtime, len(session))[group.layers[0]]
+                old = {row for own in declared for row in own} & {*range(session.bank.host_length)}
+                wanted.append((group.layers[0], len(old)))
+            assert calls == wanted and len(calls) == 2
 
 
 @BACKENDS

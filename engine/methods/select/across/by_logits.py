@@ -74,21 +74,34 @@ def choice_buffers(
     }
 
 
-def choosers_stay(needs: Needs, plan: LayerPlan, lists: int) -> Needs:
+def choosers_stay(needs: Needs, plan: LayerPlan, lists: int, together: bool = False) -> Needs:
     """The needs of a method whose choosing layers stay on the device and whose others read so many
-    lists of `needs.selected` tokens.
+    lists of `needs.selected` tokens. together: the layers of a group read the same.
     """
     choosing = {group.filter_layer for group in plan.groups}
+    apart = tuple((layer,) for layer in plan.sparse_layers if layer not in choosing)
     return replace(
         needs,
         whole_layer=False,
         step_rows=lists * needs.selected,
-        offload=tuple((layer,) for layer in plan.sparse_layers if layer not in choosing),
+        offload=groups_of(plan) if together else apart,
         sliding=True,
         capped=True,
         recurrent=True,
         latent=True,
     )
+
+
+def groups_of(plan: LayerPlan) -> tuple[tuple[int, ...], ...]:
+    """The layers that read the same choice, group by group."""
+    return tuple(group.layers for group in plan.groups if group.layers)
+
+
+def brought(chosen: Selection, layers: tuple[int, ...], step: Step) -> Selection:
+    """The choice, once its rows in these layers are on their way from host memory in one copy."""
+    if chosen.index is not None:
+        step.bank.bring(layers, *chosen.rows(), chosen.tail_start)
+    return chosen
 
 
 class Logged(NamedTuple):

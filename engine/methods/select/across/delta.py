@@ -19,6 +19,7 @@ from engine.bank.base import Step
 from engine.base.checks import integer
 from engine.methods.base import Runtime, Setup
 from engine.methods.select.across.by_logits import (
+    brought,
     checked_layers,
     choosers_stay,
     choosing_layers,
@@ -79,7 +80,8 @@ class Delta(Budgeted):
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         """The layers that choose read everything, and stay on the device."""
-        return choosers_stay(super().needs(plan, config, capacity, itemsize), plan, 1)
+        needs = super().needs(plan, config, capacity, itemsize)
+        return choosers_stay(needs, plan, 1, together=True)
 
     def runtime(self, setup: Setup) -> Runtime:
         return DeltaRuntime(self, setup)
@@ -115,7 +117,9 @@ class DeltaRuntime(Selecting):
         tokens = self.scores[:, : older * size].unflatten(1, (older, size))
         torch.sum(tokens, 2, out=self.sums[:, :older])
         stop = (tail // size).int()
-        return highest(self.pages[group], self.sums, stop, read, tail, self.setup.backend, size)
+        given = stop, read, tail, self.setup.backend, size
+        found = highest(self.pages[group], self.sums, *given)
+        return brought(found, self.plan.groups[group].layers, step)
 
     def tail_start(self, step: Step) -> torch.Tensor:
         """The newest pages."""

@@ -22,6 +22,7 @@ from engine.base.checks import fraction, integer
 from engine.methods.base import Runtime, Setup
 from engine.methods.select.across.by_logits import (
     ByLogits,
+    brought,
     checked_layers,
     choice_buffers,
     choosers_stay,
@@ -82,7 +83,8 @@ class LessIsMore(Budgeted):
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         """The layers that choose read everything, and stay on the device."""
-        return choosers_stay(super().needs(plan, config, capacity, itemsize), plan, 1)
+        needs = super().needs(plan, config, capacity, itemsize)
+        return choosers_stay(needs, plan, 1, together=True)
 
     def runtime(self, setup: Setup) -> Runtime:
         return LessIsMoreRuntime(self, setup)
@@ -119,7 +121,8 @@ class LessIsMoreRuntime(ByLogits):
         tail = self.tail_start(step)
         scores = self.score(layer, q, step, lengths)
         given = sinks + chosen, tail, self.setup.backend
-        return highest(self.index[group], scores, tail, *given)
+        found = highest(self.index[group], scores, tail, *given)
+        return brought(found, self.plan.groups[group].layers, step)
 
     def tail_start(self, step: Step) -> torch.Tensor:
         """The newest tokens are read beside the list."""

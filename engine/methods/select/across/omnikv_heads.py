@@ -3,8 +3,8 @@ heads alone, and the heads of that number in the layers behind read its list.
 
 Source: the OmniKV paper (ICLR 2025), section 4, Eq. 3, whose maximum runs over all heads; here it
 runs over a group. Its tail, filter layers and selectors are OmniKV's. With one K/V head it is
-OmniKV. Over a layer in host memory a step waits for what its heads chose, each row once, and
-nothing is fetched ahead.
+OmniKV. Over layers in host memory a step waits for what the heads chose, each row once and a
+group's layers together, and nothing stays on the device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.omnikv.runtime import OmniKVRuntime
-from engine.methods.select.across.by_logits import attend_logged, highest, logs_of
+from engine.methods.select.across.by_logits import (
+    attend_logged,
+    brought,
+    groups_of,
+    highest,
+    logs_of,
+)
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import TAIL_BLOCK, LayerPlan
 from engine.plan.needs import Needs
@@ -65,7 +71,7 @@ class OmniKVHeads(OmniKV):
             fetches=False,
             cuda_graph=False,
             step_rows=lists * needs.selected + needs.tail + TAIL_BLOCK,
-            offload=tuple((layer,) for layer in plan.sparse_layers),
+            offload=groups_of(plan),
         )
 
     def runtime(self, setup: Setup) -> Runtime:
@@ -105,6 +111,7 @@ class HeadsRuntime(OmniKVRuntime):
         chosen = highest(index, scores, stop, self.k_device, stop, self.setup.backend)
         assert chosen.counts is not None
         self.counts[group].copy_(chosen.counts)
+        brought(chosen, self.plan.groups[group].layers, step)
 
     def _score(self, layer: int, q: torch.Tensor, step: Step, scores: torch.Tensor) -> torch.Tensor:
         """Attention to everything; leaves every K/V head's maxima in `scores`."""
