@@ -7,7 +7,19 @@ sampler that a draft has moved, a rejected draft that shows.
 import pytest
 import torch
 
-from engine import H2O, Exact, Full, InfLLM, MInference, OmniKV, Quest, SamplingParams, TidalDecode
+from engine import (
+    H2O,
+    Exact,
+    Full,
+    InfLLM,
+    Kascade,
+    MInference,
+    OmniKV,
+    OmniKVHeads,
+    Quest,
+    SamplingParams,
+    TidalDecode,
+)
 from engine.base.errors import SettingError
 from engine.methods.select.pod import PodUntrained
 from engine.plan.exact_costs import ExactCosts
@@ -26,6 +38,8 @@ METHODS = {
     "quest": Quest(tokens=48, dense_layers=1),
     "tidal": TidalDecode(tokens=24, select_layer=1),
     "tidal-all": TidalDecode(tokens=24, select_layer=1, gqa_reduce="all"),
+    "kascade": Kascade(tokens=24, anchors=(0, 2)),
+    "heads": OmniKVHeads(filter_layers=(1,), tokens=24, tail=64, dense_below=0),
     "pod": PodUntrained(blocks=(0, 2), first=4, recent=64, forget=False),
 }
 GREEDY = SamplingParams(max_tokens=40)
