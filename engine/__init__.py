@@ -31,6 +31,7 @@ _HOMES = {
     "LMInfinite": "engine.methods.evict.lm_infinite",
     "Longformer": "engine.methods.evict.longformer",
     "PodSnapKV": "engine.methods.evict.pod_snapkv",
+    "PQCache": "engine.methods.select.index.pqcache",
     "PyramidKV": "engine.methods.evict.pyramidkv",
     "RandomEviction": "engine.methods.evict.random_eviction",
     "RandomEvictionAll": "engine.methods.evict.random_eviction",

@@ -44,6 +44,7 @@ from engine.methods.select.across.omnikv_heads import OmniKVHeads as OmniKVHeads
 from engine.methods.select.across.omnikv_top_p import OmniKVTopP as OmniKVTopP
 from engine.methods.select.index.clusterkv import ClusterKV as ClusterKV
 from engine.methods.select.index.double_sparsity import DoubleSparsity as DoubleSparsity
+from engine.methods.select.index.pqcache import PQCache as PQCache
 from engine.methods.select.index.sparq import SparQ as SparQ
 from engine.methods.select.infllm import InfLLM as InfLLM
 from engine.methods.select.minference import MInference as MInference

@@ -36,6 +36,7 @@ NAMES = (
     "oracle_topk",
     "oracle_topp",
     "pod_untrained",
+    "pqcache",
     "pyramidkv",
     "quest",
     "quoka",

@@ -24,7 +24,9 @@ from engine.methods.oracle.settings import ByGranularity
 from engine.methods.oracle.topk import OracleTopK
 from engine.methods.select.across.head_map import NAME
 from engine.methods.select.across.kascade import Kascade
+from engine.methods.select.index.clusterkv import ClusterKV
 from engine.methods.select.index.double_sparsity import DoubleSparsity
+from engine.methods.select.index.pqcache import PQCache
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.pod import PodUntrained
 from tools.calibrate.pod_groups import read_blocks
@@ -366,6 +368,20 @@ def razor(facts: Facts, part: float) -> Razor | str:
         least = device_share(facts.llm, replace(method, induction=0.0), facts.capacity)
         return f"its heads of few tokens alone take {least:.1%}"
     return replace(method, induction=most / many)
+
+
+def clusterkv(facts: Facts, share: float) -> ClusterKV:
+    """Build ClusterKV with segments of a 16th of the text, 320 tokens at most: what waits for its
+    segment is read beside the budget.
+    """
+    segment = min(ClusterKV.segment, max(16, facts.capacity // 16))
+    return ClusterKV(share=share, segment=segment, per=min(ClusterKV.per, segment // 4))
+
+
+def pqcache(facts: Facts, share: float) -> PQCache:
+    """Build PQCache with centroids of the first half of the text, 2,048 tokens at most."""
+    train = min(PQCache.train, max(32, facts.capacity // 2))
+    return PQCache(share=share, train=train, bits=PQCache.bits if train >= 512 else 5)
 
 
 def double_sparsity(facts: Facts, share: float) -> DoubleSparsity | str:

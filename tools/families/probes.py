@@ -37,6 +37,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "minference": {},
     "quoka": dict(tokens=16, block=16),
     "pod_untrained": {},
+    "pqcache": {"tokens": EVERYTHING, "train": 64},
     "h2o_plus": {"tokens": EVERYTHING, "segment": EVERYTHING},
     "snapkv_plus": {"tokens": EVERYTHING, "segment": EVERYTHING},
 }

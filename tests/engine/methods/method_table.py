@@ -65,6 +65,7 @@ from engine.methods.select.across.omnikv_heads import OmniKVHeads
 from engine.methods.select.across.omnikv_top_p import OmniKVTopP
 from engine.methods.select.index.clusterkv import ClusterKV
 from engine.methods.select.index.double_sparsity import DoubleSparsity
+from engine.methods.select.index.pqcache import PQCache
 from engine.methods.select.index.sparq import SparQ
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.minference import MInference
@@ -612,6 +613,25 @@ ROWS = (
                 share=0.1,
                 channels=heavy_channels(),
                 count=5,
+                gqa_reduce="max",
+                dense_layers=1,
+            ),
+        ),
+        rows_by_head,
+        selects=True,
+    ),
+    Row(
+        "pqcache",
+        PQCache(tokens=CAPACITY),
+        (
+            PQCache(tokens=40, sink=4, bits=5, train=60, rounds=4),
+            PQCache(
+                share=0.2,
+                sink=0,
+                parts=4,
+                bits=4,
+                train=33,
+                rounds=2,
                 gqa_reduce="max",
                 dense_layers=1,
             ),

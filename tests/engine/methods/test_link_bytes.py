@@ -17,6 +17,7 @@ from engine import (
     OmniKVHeads,
     OracleTopK,
     OracleTopP,
+    PQCache,
     Quest,
     RandomTopK,
     SparQ,
@@ -50,6 +51,7 @@ CHOOSING = [
     LessIsMore(tokens=20, layers=(1, 4)),
     Delta(tokens=100, page=7, layers=(1, 4)),
     OmniKVHeads(**SPARSE),
+    PQCache(tokens=40, sink=4, bits=5, train=90, rounds=2),
     SparQ(tokens=80, r=4),
     ClusterKV(tokens=40, sink=4, segment=40, per=4),
     ClusterKV(share=0.2, segment=33, per=3, gqa_reduce="sum"),
@@ -76,6 +78,13 @@ def came(session):
     )
     assert rest == 0
     return count
+
+
+def waiting(method, begin, stop):
+    """Rows before a chunk that its own complete to a page, a segment, or a text for codebooks."""
+    if isinstance(method, Indexed):
+        return begin - method.since(begin) if method.grows(begin, stop) else 0
+    return begin % method.page if isinstance(method, Quest) else 0
 
 
 def steps(session, count):
@@ -187,7 +196,6 @@ def test_a_prompt_brings_what_the_plan_promised(method):
             assert rows == len(layers) * len(ids) <= promised
             return
         last = llm.config.num_layers - 1
-        page = method.page if isinstance(method, Quest) else 1
-        waits = getattr(method, "since", lambda at: at - at % page)
-        past = sum(2 * at - waits(at) for at in range(0, len(ids), 64))
+        chunks = [(at, min(at + 64, len(ids))) for at in range(0, len(ids), 64)]
+        past = sum(at + waiting(method, at, stop) for at, stop in chunks)
         assert last in layers and rows == promised == (len(layers) - 1) * past + 256

@@ -25,6 +25,7 @@ from engine.methods.prompts.quoka import QuoKA
 from engine.methods.registry import methods
 from engine.methods.select.index.clusterkv import ClusterKV
 from engine.methods.select.index.double_sparsity import DoubleSparsity
+from engine.methods.select.index.pqcache import PQCache
 from engine.methods.select.index.sparq import SparQ
 from engine.methods.select.minference import MInference
 from engine.methods.select.pod import PodUntrained
@@ -232,6 +233,7 @@ OTHERS = {
     "quest": Quest(tokens=64, dense_layers=1),
     "clusterkv": ClusterKV(tokens=40, segment=40, per=4),
     "double_sparsity": DoubleSparsity(tokens=40, channels=heavy_channels(LAYERS)),
+    "pqcache": PQCache(tokens=64, sink=4, train=100, rounds=2),
     "sparq": SparQ(tokens=64),
     "tidaldecode": TidalDecode(tokens=40, select_layer=0),
     "minference": MInference(),

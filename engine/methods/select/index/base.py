@@ -55,6 +55,16 @@ class Indexed(Budgeted):
         """Tokens of a budget that are the newest ones, whatever their scores."""
         return 0
 
+    def since(self, length: int) -> int:
+        """The first of `length` tokens that the index wants again with those that follow it: where
+        none waits for others, `length`.
+        """
+        return length
+
+    def grows(self, known: int, length: int) -> bool:
+        """Whether an index of the first `known` tokens has more to say of `length` tokens."""
+        return True
+
     def choices(self, config: ModelConfig) -> int:
         """Choices that one layer makes: one per query head, or one per K/V head."""
         return config.num_heads if self.gqa_reduce == "none" else config.num_kv_heads
@@ -83,6 +93,19 @@ class Indexed(Budgeted):
             recurrent=True,
         )
 
+    def prompt_rows(
+        self,
+        capacity: int,
+        begin: int,
+        stop: int,
+        total: float,
+        room: int,
+        first: int | None = None,
+    ) -> int:
+        """The past, and what waits in it for rows of this chunk."""
+        waits = first is None and self.grows(begin, stop)
+        return begin + (begin - self.since(begin) if waits else 0)
+
 
 class IndexRuntime(Selecting):
     """No CUDA graph: the host knows which rows are new."""
@@ -98,8 +121,9 @@ class IndexRuntime(Selecting):
     # ---------------------------------------------------------------- of the method
 
     def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Put rows first .. first+n-1 of a sequence into the index; those before are in it, and any
-        that it had from `first` on are others now. k, v [Hkv, n, width] as a bank holds them.
+        """Put rows first .. first+n-1 of a sequence into the index, where Indexed.grows says so;
+        those before Indexed.since are in it, and any that it had from there on are others now.
+        k, v [Hkv, n, width] as a bank holds them.
         """
         raise NotImplementedError
 
@@ -119,12 +143,6 @@ class IndexRuntime(Selecting):
         """
         return first
 
-    def since(self, first: int) -> int:
-        """Which row `absorb` begins with where rows from `first` on are new: `first`, or an earlier
-        one that waited for them.
-        """
-        return first
-
     # ---------------------------------------------------------------- learning
 
     def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
@@ -141,12 +159,13 @@ class IndexRuntime(Selecting):
         """
         group = self.plan.group_of[layer]
         if group is not None and bank.on_host(layer) and self._known[group][0] == start:
-            stop, since = start + q.shape[1], self.since(start)
-            rows = [part[0] for part in bank.newest_rows(layer, start, stop)]
-            if since < start:
-                waited = bank.rows(layer, since, start)
-                rows = [joined(old[0], new) for old, new in zip(waited, rows)]
-            self.absorb(group, 0, since, *rows)
+            stop, since = start + q.shape[1], self.method.since(start)
+            if self.method.grows(start, stop):
+                rows = [part[0] for part in bank.newest_rows(layer, start, stop)]
+                if since < start:
+                    waited = bank.rows(layer, since, start)
+                    rows = [joined(old[0], new) for old, new in zip(waited, rows)]
+                self.absorb(group, 0, since, *rows)
             self._known[group][0] = stop
         return super().attend_prompt(layer, q, bank, start)
 
@@ -161,9 +180,11 @@ class IndexRuntime(Selecting):
             known = self._known[group][b]
             start = known if known < n else self.begins(group, b, n - 1)
             for first in range(start, n, AT_ONCE):
-                since = self.since(first)
-                k, v = bank.rows(layer, since, min(n, first + AT_ONCE))
-                self.absorb(group, b, since, k[b], v[b])
+                stop = min(n, first + AT_ONCE)
+                if self.method.grows(first, stop):
+                    since = self.method.since(first)
+                    k, v = bank.rows(layer, since, stop)
+                    self.absorb(group, b, since, k[b], v[b])
             self._known[group][b] = n
 
     # ---------------------------------------------------------------- a step

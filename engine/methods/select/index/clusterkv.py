@@ -72,8 +72,12 @@ class ClusterKV(Indexed):
         return max(0, length - self.sink) // self.segment
 
     def since(self, length: int) -> int:
-        """The first of `length` tokens that waits for its segment to be whole."""
+        """The first token of the segment that is not whole."""
         return min(length, self.sink + self.segments(length) * self.segment)
+
+    def grows(self, known: int, length: int) -> bool:
+        """Where a segment becomes whole."""
+        return self.segments(length) > self.segments(known)
 
     def buffers(
         self, plan: LayerPlan, config: ModelConfig, capacity: int, batch: int = 1
@@ -92,18 +96,6 @@ class ClusterKV(Indexed):
         tail = max(needs.tail, whole_blocks(self.segment))
         return replace(needs, tail=tail, step_rows=(needs.step_rows or 0) + self.segment)
 
-    def prompt_rows(
-        self,
-        capacity: int,
-        begin: int,
-        stop: int,
-        total: float,
-        room: int,
-        first: int | None = None,
-    ) -> int:
-        """The past, and what the chunk before left of a segment."""
-        return begin + (begin - self.since(begin) if first is None else 0)
-
     def runtime(self, setup: Setup) -> Runtime:
         return ClusterKVRuntime(self, setup)
 
@@ -115,15 +107,10 @@ class ClusterKVRuntime(IndexRuntime):
     member: torch.Tensor
     centroids: torch.Tensor
 
-    def since(self, first: int) -> int:
-        return self.method.since(first)
-
     def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         method = self.method
         stop, start = first + k.shape[1], max(first, method.sink)
         before, after = method.segments(start), method.segments(stop)
-        if after == before:
-            return
         heads, size, count = len(k), method.segment, method.clusters
         rows = k[:, start - first : start - first + (after - before) * size]
         keys = unpack_keys(rows, torch.float32).unflatten(1, (after - before, size)).flatten(0, 1)
