@@ -177,6 +177,20 @@ def test_clusters_follow_the_bank_wherever_it_goes(moves, seed):
         before = n
 
 
+def test_rows_in_bfloat16_are_clustered_in_float32():
+    method = ClusterKV(tokens=20, sink=3, segment=40, per=4)
+    world = World(method, (4, 2), 130, dtype=torch.bfloat16)
+    world.fill(3, 0, 100)
+    world.runtime.end_prompt(100)
+    world.runtime.attend(3, world.queries(), world.step(100))
+    keys = world.bank.kv(3)[0][0, :, 3:83].float().reshape(4, 40, 16)
+    member, centroids = cluster(keys, 10, method.rounds)
+    found = world.runtime.member[1, 0, :, 3:83].reshape(2, 2, 40) % 10
+    assert torch.equal(found, member.view(2, 2, 40).int())
+    own = world.runtime.centroids[1, 0, :, :20].reshape(4, 10, 16)
+    assert torch.equal(own, centroids.bfloat16())
+
+
 def test_an_index_is_a_80th_of_k_and_a_number_per_token():
     config = tiny_config(layers=6, heads=8, kv_heads=2, head_dim=64, hidden=512)
     method = ClusterKV(tokens=100)

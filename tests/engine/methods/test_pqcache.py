@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engine.base.errors import SettingError
 from engine.methods.full import Full
+from engine.methods.select.index.clusters import cluster, nearest
 from engine.methods.select.index.pqcache import PQCache
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
 
@@ -148,6 +149,20 @@ def test_codes_follow_the_bank_wherever_it_goes(moves, seed):
             assert torch.equal(ours, theirs)
             assert torch.equal(world.runtime.centroids[3], fresh.centroids[3])
         before = n
+
+
+def test_rows_in_bfloat16_are_coded_in_float32():
+    method = PQCache(tokens=20, sink=3, bits=3, train=50, rounds=4)
+    world = World(method, (4, 2), 130, dtype=torch.bfloat16)
+    world.fill(3, 0, 100)
+    world.runtime.end_prompt(100)
+    world.runtime.attend(3, world.queries(), world.step(100))
+    keys = world.bank.kv(3)[0][0, :, 3:100].float().unflatten(2, (2, 8)).transpose(1, 2)
+    pieces = keys.reshape(4, 97, 8)
+    centroids = cluster(pieces[:, :50], 8, 4, cosine=False)[1]
+    assert torch.equal(world.runtime.centroids[3, 0].flatten(0, 1), centroids)
+    codes = nearest(pieces, centroids, cosine=False)
+    assert torch.equal(world.runtime.codes[3, 0, :, :, 3:100].flatten(0, 1), codes.to(torch.uint8))
 
 
 def test_an_index_is_a_byte_per_piece_and_a_table():

@@ -33,7 +33,7 @@ from engine.methods.select.index.clusters import cluster
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
-from kernels.rows.forms import unpack_keys
+from kernels.rows.forms import key_floats
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class ClusterKVRuntime(IndexRuntime):
         before, after = method.segments(start), method.segments(stop)
         heads, size, count = len(k), method.segment, method.clusters
         rows = k[:, start - first : start - first + (after - before) * size]
-        keys = unpack_keys(rows, torch.float32).unflatten(1, (after - before, size)).flatten(0, 1)
+        keys = key_floats(rows).unflatten(1, (after - before, size)).flatten(0, 1)
         member, centroids = cluster(keys, count, method.rounds)
         base = torch.arange(before, after, device=k.device)[:, None] * count
         places = member.view(heads, after - before, size) + base

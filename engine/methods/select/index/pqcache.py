@@ -33,7 +33,7 @@ from engine.methods.select.index.base import (
 from engine.methods.select.index.clusters import cluster, nearest
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
-from kernels.rows.forms import unpack_keys
+from kernels.rows.forms import key_floats
 
 NEWEST = 2  # the newest tokens are this part of the budget
 
@@ -121,7 +121,7 @@ class PQCacheRuntime(IndexRuntime):
     def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         method, start = self.method, max(first, self.method.sink)
         centroids = self.centroids[group, b].flatten(0, 1)  # [Hkv * parts, C, D / parts]
-        keys = unpack_keys(k[:, start - first :], torch.float32)
+        keys = key_floats(k[:, start - first :])
         pieces = keys.unflatten(2, (method.parts, -1)).transpose(1, 2).flatten(0, 1)
         if start < method.ready:
             given = pieces[:, : method.train], 2**method.bits, method.rounds
