@@ -185,6 +185,11 @@ class Bank(ABC):
         ring, (bank_k, bank_v, twice) = step.query_ring.of(layer), self.step_rows(layer)
         store_step(k, v, q_pre_rope, bank_k, bank_v, ring, step.positions, twice, backend)
 
+    def landed(self, layer: int, step: Step) -> None:
+        """Note that a step's rows of a layer are written: a bank that gave them a place of their
+        own (`step_rows`) takes them to where they are read.
+        """
+
     @abstractmethod
     def write_chunk(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int, backend: str = "auto"

@@ -121,7 +121,9 @@ def _keys_freed(
     """Return the bytes of the K that a bank does without under `near`."""
     rows = config.row_dtype(dtype)
     key = row_widths(config.head_dim, rows)[0] * rows.itemsize
-    return near.count * (context - near_rows(near, chunk, context)) * key
+    # a step's row in each such layer, twice, until it is taken to its place
+    step = 2 * sum(map(bool, near.heads)) * config.kv_bytes(dtype.itemsize)
+    return near.count * (context - near_rows(near, chunk, context)) * key - step
 
 
 def _again_item(config: ModelConfig, needs: Needs, size: int) -> tuple[Item, ...]:

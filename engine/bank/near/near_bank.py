@@ -11,13 +11,15 @@ import torch
 
 from engine.bank.base import Bank, Step, StepRows
 from engine.bank.device import DeviceBank
-from engine.bank.near.near_rows import NearRows, gone
-from engine.bank.window_ring import DEFAULT_CHUNK
+from engine.bank.near.near_rows import NearRows
+from engine.bank.window_ring import DEFAULT_CHUNK, WindowRing
 from engine.base.interrupts import put_back
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import RING, NearKeys
 from engine.plan.placement import near_rows
+
+STEP = 1  # tokens of a step of PoD
 
 
 class NearBank(DeviceBank):
@@ -42,6 +44,10 @@ class NearBank(DeviceBank):
         super().__init__(config, plan, capacity, dtype, device, batch, offloaded=short, chunk=chunk)
         rows = near_rows(near, chunk, self.capacity)
         shape = batch, self.kv_heads, self.capacity, self.widths
+        one = batch, self.kv_heads, self.widths
+        self._landing = {
+            layer: WindowRing(STEP, STEP, one, self.dtype, self.device) for layer in short
+        }
         self._near = {
             layer: NearRows(heads, near.first, near.recent, rows, shape, self.dtype, self.device)
             for layer, heads in short.items()
@@ -52,7 +58,8 @@ class NearBank(DeviceBank):
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + sum(rows.nbytes for rows in self._near.values())
+        held = (*self._near.values(), *self._landing.values())
+        return super().nbytes + sum(rows.nbytes for rows in held)
 
     def holds(self, length: int) -> bool:
         return all(rows.holds(length, RING) for rows in self._near.values())
@@ -60,25 +67,17 @@ class NearBank(DeviceBank):
     # ---------------------------------------------------------------- writing
 
     def step_rows(self, layer: int) -> StepRows:
-        if self._of(layer) is not None:
-            raise gone(0, self.capacity)
-        return super().step_rows(layer)
+        """Of a layer with near heads a place of its own, which `landed` empties: one kernel writes
+        K and V of all heads, as if they were alike.
+        """
+        ring = self._landing.get(layer)
+        return super().step_rows(layer) if ring is None else StepRows(ring.k, ring.v, (0, STEP))
 
-    def write_step(
-        self,
-        layer: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        q_pre_rope: torch.Tensor,
-        step: Step,
-        backend: str = "auto",
-    ) -> None:
-        rows = self._near.get(layer)
-        if rows is None:
-            super().write_step(layer, k, v, q_pre_rope, step, backend)
-            return
-        step.query_ring.write(layer, q_pre_rope, step.positions)
-        rows.write(k, v, step.positions, backend)
+    def landed(self, layer: int, step: Step) -> None:
+        ring = self._landing.get(layer)
+        if ring is not None:
+            k, v = (side[:, :, :STEP].transpose(1, 2) for side in (ring.k, ring.v))
+            self._near[layer].write(k, v, step.positions, "auto")
 
     def write_chunk(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int, backend: str = "auto"
@@ -150,4 +149,4 @@ class NearBank(DeviceBank):
 
     def close(self) -> None:
         super().close()
-        self._near = {}
+        self._near, self._landing = {}, {}

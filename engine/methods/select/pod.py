@@ -146,6 +146,7 @@ class PodRuntime(Runtime):
         )
 
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        step.bank.landed(layer, step)
         return self._attend(
             layer,
             q,

@@ -77,6 +77,10 @@ def test_what_is_seen_is_held_and_what_is_not_is_named(first, recent, spare, chu
                 assert [p for p, _ in parts][0] == low and len(parts) <= 1 + (head in near)
                 found = torch.cat([k for _, k in parts], 2)[:, 0]
                 assert torch.equal(found, keys[:, low : max(low, high)])
+            if head in near and stop > rows:
+                parts = held.head_keys(head, max(first, held.low), stop)
+                found = torch.cat([k for _, k in parts], 2)[:, 0]
+                assert torch.equal(found, keys[:, max(first, held.low) : stop])
             if head in near and stop > rows and held.low > first:
                 with pytest.raises(SettingError, match="forget: found K of positions"):
                     held.head_keys(head, held.low - 1, stop)
@@ -101,7 +105,7 @@ def test_what_is_seen_is_held_and_what_is_not_is_named(first, recent, spare, chu
 @pytest.mark.parametrize(
     ("heads", "skip", "kwargs"),
     [
-        ((4, 4), 1.0, dict(chunk=300)),
+        ((4, 4), 1.0, dict(chunk=300, backend="auto")),  # whose steps are C++ kernels
         ((8, 2), 0.6, dict(backend="reference", chunk=512)),
         ((8, 1), 1.0, dict(bank="int8", chunk=200)),
     ],
@@ -155,7 +159,8 @@ def test_bytes_are_those_of_the_plan_and_of_the_map():
     llm = llm_of()
     given = llm.config, llm.dtype.itemsize
     with llm.session(pod()) as session:
-        keys = 5 * CONTEXT + 9 * ROWS
+        # and a step's row in each of the six layers that have such heads, twice
+        keys = 5 * CONTEXT + 9 * ROWS + 6 * 4 * 2
         assert session.bank.nbytes == (keys + 14 * CONTEXT) * 8 * given[1]
         assert session.stats.bank_bytes == session.bank.nbytes
         assert 0 <= allocated(session.bank) - session.bank.nbytes < 1024
@@ -225,7 +230,11 @@ def test_a_change_of_method_says_what_it_reads_again_and_does():
         assert (session.reads_again(pod()), session.frees(pod())) == (0, 1000)
         session.set_method(pod())
         assert isinstance(session.bank, NearBank) and session.reads_again(pod()) == 0
-        session.decode(5)
+        found = session.decode(5)
+        with llm.session(Full()) as other:
+            other.prefill(ids)
+            other.set_method(pod(forget=False))
+            close(found, other.decode(5))
         session.truncate(1000)
         for method in (Full(), SnapKV(tokens=64), pod(forget=False)):
             assert (session.reads_again(method), session.frees(method)) == (1000, 0)
