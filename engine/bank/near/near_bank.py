@@ -58,8 +58,8 @@ class NearBank(DeviceBank):
 
     @property
     def nbytes(self) -> int:
-        held = (*self._near.values(), *self._landing.values())
-        return super().nbytes + sum(rows.nbytes for rows in held)
+        landing = sum(ring.nbytes for ring in self._landing.values())
+        return super().nbytes + landing + sum(rows.nbytes for rows in self._near.values())
 
     def holds(self, length: int) -> bool:
         return all(rows.holds(length, RING) for rows in self._near.values())
