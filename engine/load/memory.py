@@ -291,14 +291,14 @@ def _tier_items(
 ) -> tuple[Item, ...]:
     if placement is None:
         return ()
-    parts = placement.device_items(config, size, context)
+    parts, kept = placement.device_items(config, size, context), placement.kept
+    held = f"{placement.slots} slots and {placement.ring} newest rows per group"
+    if kept is not None and placement.cache is not None:
+        held = f"first tokens and {placement.cache.held} blocks of each layer"
+    rows = placement.block if kept is None else kept.size
     items: tuple[Item, ...] = (
-        (
-            "working sets",
-            parts["slots"] + parts["maps"],
-            f"{placement.slots} slots and {placement.ring} newest rows per group",
-        ),
-        ("streaming", parts["staging"], f"blocks of {placement.block} tokens"),
+        ("working sets", parts["slots"] + parts["maps"], held),
+        ("streaming", parts["staging"], f"blocks of {rows} tokens"),
     )
     if one_memory:
         host = placement.host_bytes(config, size, context)

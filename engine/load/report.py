@@ -131,7 +131,7 @@ class Plan:
             line += "; it is the device's memory too: offload=auto reads those rows in place"
         if getattr(self.method, "wait_layers", None) == 0 and self.placement.budget:
             line += "; no wait layers: wait_layers=1 hides more of each load where the link is slow"
-        if self.device != "cpu" and self.chunk < OFFLOAD_CHUNK:
+        if self.device != "cpu" and self.chunk < OFFLOAD_CHUNK and not self.placement.kept:
             line += f"; chunks of {self.chunk} tokens do not hide the transfers of a prefill"
         return line
 

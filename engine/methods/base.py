@@ -135,6 +135,10 @@ class Method:
         """Say what a stream of `length` tokens has begun to forget; "" while it holds them all."""
         return ""
 
+    def gone(self, length: int, held: int) -> int:
+        """How many of a stream's `length` tokens have no row any more, where it holds `held`."""
+        return max(0, length - held)
+
     def no_stream(self, why: str) -> SettingError:
         """The error for a stream of a method that it does not take."""
         return SettingError(
@@ -499,10 +503,6 @@ class Runtime:
     def loadable(self, state: Any) -> bool:
         """Whether what a `savepoint` of this session does not hold is there still."""
         return True
-
-    def forgotten(self, length: int) -> int:
-        """How many of a stream's `length` tokens have no row any more."""
-        return max(0, length - self.needs.retained)
 
     def restored(self, state: Any, length: int) -> Any:
         """Return for `load` a state of a file, taken at `length` tokens. Raises ValueError if it

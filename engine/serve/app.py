@@ -196,7 +196,7 @@ class Routes:
         top = body["logprobs"] if ask.logprobs else None
         if ask.scores:
             scores = PromptScores(self.service.llm.load().model, prompt.ids, top or 0)
-        answers = Answers(False, holds=self.service.holds)
+        answers = Answers(False, forgets=self.service.forgets)
         reply = Reply(
             self.service.settings.alias,
             False,
@@ -272,7 +272,7 @@ class Routes:
         scanner, thinker = partial(prompts.scanner, tools) if tools else None, None
         if prompts.marks is not None and grammar is None and not ask.raw:
             thinker = partial(prompts.marks.scanner, prompt.text)
-        answers = Answers(True, scanner, thinker, self.service.holds)
+        answers = Answers(True, scanner, thinker, self.service.forgets)
         return Asked(ask, prompt, answers, evidence, wanted.method, wanted.progress)
 
     def _wanted(self, body: Mapping[str, Any]) -> Wanted:

@@ -211,9 +211,13 @@ class Service:
         return found
 
     @property
-    def holds(self) -> int | None:
-        """Newest tokens that a conversation without end holds; None where it holds all."""
-        return self.llm.plan().budget if self.llm.options.forever else None
+    def forgets(self) -> Callable[[int], int] | None:
+        """How many of so many tokens a conversation without end has forgotten; None where it has an
+        end.
+        """
+        if not self.llm.options.forever:
+            return None
+        return partial(self.llm.planner.method.gone, held=self.llm.plan().budget)
 
     @property
     def own(self) -> str:

@@ -123,7 +123,8 @@ class Session(SessionState):
     @property
     def forgotten(self) -> int:
         """Tokens whose rows a stream without end has freed; 0 for another session."""
-        return self.runtime.forgotten(len(self)) if self.endless else 0
+        held = self.runtime.needs.retained
+        return self.method.gone(len(self), held) if self.endless else 0
 
     def reads_again(self, method: Method) -> int:
         """Return how many tokens `set_method(method)` reads again because their rows are gone."""

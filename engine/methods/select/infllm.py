@@ -103,8 +103,8 @@ class InfLLM(Method):
         """A number of blocks, and nothing else but first tokens, remainder and window."""
         return replace(self, blocks=STREAM_BLOCKS) if self.blocks is None else self
 
-    def gone(self, length: int) -> int:
-        """How many of `length` tokens are forgotten in each layer."""
+    def gone(self, length: int, held: int = 0) -> int:
+        """Those of whole blocks, as many in each layer."""
         blocks = Layout.at(self, length).blocks
         return 0 if self.blocks is None else self.block * max(0, blocks - self.blocks)
 
@@ -263,9 +263,6 @@ class InfLLMRuntime(Runtime):
 
     def loadable(self, state: Any) -> bool:
         return self.memory.holds(state)
-
-    def forgotten(self, length: int) -> int:
-        return self.method.gone(length)
 
     def copy_from(self, other: Any, sequence: int = 0) -> None:
         formed = 0 if other.memory.kept is None else other.memory.kept.formed

@@ -16,8 +16,8 @@ Part = str | Call | Thought
 class Answers:
     """A request's answers. scanner: makes what finds the calls in one; None where the request
     offers no tools. thinker: the same of thoughts. chat: white space in front of an answer is not
-    shown. thinking: tokens of thoughts so far. holds: newest tokens that a conversation without end
-    holds; None: all of them.
+    shown. thinking: tokens of thoughts so far. forgets: how many of so many tokens a conversation
+    without end has forgotten; None: it has an end.
     """
 
     def __init__(
@@ -25,9 +25,9 @@ class Answers:
         chat: bool,
         scanner: Callable[[], CallScanner] | None = None,
         thinker: Callable[[], TagScanner | ChannelScanner] | None = None,
-        holds: int | None = None,
+        forgets: Callable[[int], int] | None = None,
     ) -> None:
-        self._holds = holds
+        self._forgets = forgets
         self._chat, self._scanner, self._thinker = chat, scanner, thinker
         self._scanners: dict[int, CallScanner] = {}
         self._thinkers: dict[int, TagScanner | ChannelScanner] = {}
@@ -39,7 +39,7 @@ class Answers:
         """What the usage adds for a conversation without end of so many tokens: how many of them
         are forgotten.
         """
-        return {} if self._holds is None else {"forgotten_tokens": max(0, tokens - self._holds)}
+        return {} if self._forgets is None else {"forgotten_tokens": self._forgets(tokens)}
 
     def parts(self, event: Wrote) -> list[Part]:
         """What a step adds: thoughts and texts, none of them empty, and calls."""

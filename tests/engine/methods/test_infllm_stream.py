@@ -227,6 +227,23 @@ def test_going_back_is_exact_as_far_as_blocks_and_tokens_reach(method, few_place
             assert torch.equal(session.prefill(ids), fresh.prefill(ids))
 
 
+@TWO
+def test_a_savepoint_counts_until_its_blocks_are_written_over(method, few_places):
+    """By an answer: 30 tokens leave them, 80 do not, and the text is read again."""
+    llm, ids = llm_of(method), random_ids(60, seed=4)
+    for answer, again in ((30, 2), (80, 62)):
+        with llm.session() as session, llm.session() as fresh:
+            for one in (session, fresh):
+                one.prefill(ids), one.decode(8), one.decode(9)
+            for token in random_ids(answer, seed=5):
+                session.decode(token)
+            assert session.tokens_again(62) == again
+            session.truncate(62)
+            for token in random_ids(20, seed=6):
+                found, expected = session.decode(token), fresh.decode(token)
+                torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
 @EVERY
 def test_a_chunk_that_breaks_off_has_forgotten_nothing(method, few_places, monkeypatch):
     """In its middle, after blocks have gone in some layers and taken places in them."""
