@@ -52,8 +52,10 @@ def llm_of(method=SMALL, heads=(8, 2), chunk=16, forever=True, backend="referenc
 
 
 def turns():
-    """(prompt, answer) ids: lengths 1, a chunk and one beside it, primes, and several chunks."""
-    for turn, (prompt, answer) in enumerate(((1, 1), (15, 3), (16, 2), (17, 5), (61, 31), (1, 4))):
+    """(prompt, answer) ids: lengths 1, a chunk and one beside it, primes, and several chunks. The
+    first answer writes first tokens and reads them.
+    """
+    for turn, (prompt, answer) in enumerate(((1, 27), (15, 3), (16, 2), (17, 5), (61, 20), (1, 4))):
         yield random_ids(prompt, seed=turn), random_ids(answer, seed=99 - turn)
 
 
@@ -106,7 +108,7 @@ def test_a_limit_that_is_not_reached_changes_no_bit(method, backend):
     llm = llm_of(Full(), forever=False, backend=backend)
     plain, limited = replace(method, blocks=None), replace(method, blocks=400)
     with llm.session(plain) as one, llm.session(limited) as two, llm.session(method) as less:
-        for back, (prompt, answer) in zip((0, 2, 9, 0, 20, 0), turns()):
+        for back, (prompt, answer) in zip((2, 0, 9, 0, 15, 0), turns()):
             assert torch.equal(one.prefill(prompt), two.prefill(prompt))
             less.prefill(prompt)
             for token in answer:
@@ -242,6 +244,19 @@ def test_a_savepoint_counts_until_its_blocks_are_written_over(method, few_places
             for token in random_ids(20, seed=6):
                 found, expected = session.decode(token), fresh.decode(token)
                 torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@TWO
+def test_a_savepoint_brings_the_window_back(method):
+    """The ring has written over it: 700 tokens later, of which the places hold all blocks."""
+    llm, ids = llm_of(method, chunk=100), random_ids(60, seed=4)
+    with llm.session() as session, llm.session() as fresh:
+        session.prefill(ids), fresh.prefill(ids)
+        session.prefill(random_ids(700, seed=5))
+        assert session.tokens_again(60) == 0
+        session.truncate(60)
+        for token in random_ids(20, seed=6):
+            assert torch.equal(session.decode(token), fresh.decode(token))
 
 
 @EVERY
