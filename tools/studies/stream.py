@@ -219,13 +219,15 @@ ROUNDS, STEPS = 12, 25  # of the two streams in turn
 
 def flat(args: argparse.Namespace) -> int:
     """Time steps of a stream that has just begun to forget and of one of `--tokens` tokens, in turn
-    in one process: medians of this thread's processor time, and the bytes of both.
+    in one process: medians of this thread's processor time, and the bytes of both. The line is the
+    first of `--lines`.
     """
     base = LLM(args.model, method=Full(), max_context=4096, threads=args.threads)
-    ids, args.line = text_of(args, base), "streaming_llm"
+    ids, args.line = text_of(args, base), args.lines[0]
     llm = opened(args, base)
+    begun = llm.planner.max_context + llm.planner.chunk  # of whatever a stream holds
     young, old = llm.session(), llm.session()
-    young.prefill(ids[: 2 * args.keep])
+    young.prefill(ids[:begun])
     old.prefill(ids[: args.tokens])
     spent: dict[str, list[float]] = {"young": [], "old": []}
     for _ in range(ROUNDS):
