@@ -73,6 +73,14 @@ def test_the_report_compares_early_with_late_and_lines_with_a_stream(tmp_path, c
         stream.report(tmp_path / "none")
 
 
+@pytest.mark.parametrize("keep", [512, 2048])
+def test_infllm_reads_no_more_rows_than_the_others_keep(keep):
+    method = stream.infllm(keep)
+    rows = method.init + method.local + method.topk * method.block + method.block - 1
+    assert keep - method.block < rows <= keep
+    assert method.blocks * method.block == 4 * keep
+
+
 def test_a_text_that_is_too_short_is_named(tmp_path):
     path = tmp_path / "text"
     path.write_text("a b c")
