@@ -449,6 +449,9 @@ CHOOSING = {
     "sparq": ("kv_head", "sparq"),
     "double_sparsity": ("kv_head", "double_sparsity"),
     "clusterkv": ("kv_head", "clusterkv"),
+    "pqcache": ("kv_head", "pqcache"),
+    "delta": ("layer", "delta"),
+    "omnikv_top_p": ("layer", "omnikv_top_p"),
     "kascade": ("kv_head", "kascade"),
     "less_is_more": ("layer", "less_is_more"),
 }
