@@ -228,6 +228,30 @@ def test_a_session_keeps_the_share_that_it_was_asked_for(offload):
         assert session.watch.lowest >= 0.9 and session.stats.sparse_steps == 3
 
 
+def test_lists_of_different_lengths_come_from_host_memory_row_by_row():
+    """Each row that some head chose once, and none for what stands behind a shorter list."""
+    index = torch.full((1, 2, 9), -1, dtype=torch.int32)
+    index[0, 0, :3], index[0, 1] = torch.tensor([0, 7, 90]), torch.arange(40, 130, 10)
+    counts, start = torch.tensor([[3, 9]], dtype=torch.int32), torch.tensor([256])
+    method = OracleTopK(tokens=30, granularity="kv_head")
+    with (
+        llm_of().session(method, offload="host") as far,
+        llm_of().session(method, offload="device") as near,
+    ):
+        far.prefill(random_ids(300)), near.prefill(random_ids(300))
+        before = far.stats.bytes_streamed
+        found, (k, v) = far.bank.picked(3, index, counts, start, None), near.bank.kv(3)
+        for part, whole in ((found.k, k), (found.v, v)):
+            for head, count in enumerate((3, 9)):
+                rows = part[0, head, found.index[0, head, :count].long()]
+                assert torch.equal(rows, whole[0, head, index[0, head, :count].long()])
+            tail = part[0, :, int(found.tail_start[0]) : int(found.stop[0])]
+            assert torch.equal(tail, whole[0, :, 256:300])
+        assert found.counts is counts and found.k.shape[2] == 3 + 9 - 1 + 44
+        row = 2 * 2 * 16 * 4  # K and V of two heads in float32; no step has filled the ring yet
+        assert far.stats.bytes_streamed - before == found.k.shape[2] * row
+
+
 # ---------------------------------------------------------------- the bound
 
 
