@@ -661,7 +661,6 @@ ROWS = (
         OracleTopK(tokens=CAPACITY),
         (
             OracleTopK(tokens=20, tail=64),
-            OracleTopK(share=0.1, granularity="kv_head", dense_layers=0),
             OracleTopK(tokens=20, granularity="query_head", sparse_layers=(1, 4)),
         ),
         rows_by_head,
@@ -674,7 +673,6 @@ ROWS = (
         (
             OracleTopP(tokens=40, p=0.8, floor=10),
             OracleTopP(share=0.3, p=0.99, granularity="layer", tail=64),
-            OracleTopP(tokens=CAPACITY, p=0.6, floor=10, tail=64, dense_layers=0),
         ),
         rows_by_head,
         selects=True,
@@ -686,7 +684,6 @@ ROWS = (
         (
             RandomTopK(tokens=20, tail=64),
             RandomTopK(share=0.1, granularity="kv_head", seed=7),
-            RandomTopK(tokens=20, granularity="query_head", dense_layers=0),
         ),
         rows_by_head,
         random=True,
