@@ -35,10 +35,10 @@ class Segmented(Evicting):
     def store_bytes(
         self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int
     ) -> int:
-        """The stores before and after a chunk, which is committed at its end, and what is noted of
-        both with a segment.
+        """The stores before and after a chunk, which is committed at its end, or the one that an
+        answer has made larger; and what is noted of both with a segment.
         """
-        stores = 2 * self.store_rows(plan, capacity)
+        stores = max(2 * self.rows_reserved(plan, capacity), self.store_rows(plan, capacity))
         row = row_bytes(config, itemsize, self.scores_of(config))
         noted = len(plan.partial_layers) * self.noted_bytes(plan, config, itemsize, capacity)
         return stores * config.num_kv_heads * row + noted
