@@ -4,9 +4,9 @@ glibc takes a block below its threshold, which grows to 32 MB as larger ones are
 heap. A hole between two blocks that live stays in the heap, and an aligned block, as torch's are,
 does not fit into a hole of its own size (before glibc 2.38). So tensors that are made anew while
 the old ones live leave holes of their size: 134 MB as weights of 306 MB were laid elsewhere
-(docs/LOG.md, 2026-11-27). Here every tensor has a mapping of its own. Its pages are zeroed by the system as they
-are first written, 0.3 ms a MB, so this is for what is made once a layer and chunk, not for
-activations.
+(docs/LOG.md, 2026-11-27). Here every tensor has a mapping of its own. Its pages are zeroed by the
+system as they are first written, 0.3 ms a MB, so this is for what is made once a layer and chunk,
+not for activations.
 """
 
 from __future__ import annotations
