@@ -213,8 +213,6 @@ class WindowedRuntime(EvictingRuntime):
             else []
         )
         block = max(16, tile_floats(q.device) // (q.shape[2] * (window + sinks + 64)))
-        # once for all blocks, which take parts of them
-        k, v = key_floats(k), floats(v)
         for at in range(count, q.shape[1], block):
             part = q[:, at : at + block]
             low = int(torch.searchsorted(positions, start + at - window, right=True))
@@ -338,9 +336,7 @@ class WindowedRuntime(EvictingRuntime):
         far = softmax.capped(far * self.scale)
         far = far.masked_fill(positions[:sinks] > at.unsqueeze(1), float("-inf"))
         weights = softmax.grouped(torch.cat([far, near], -1))
-        values = floats(v[:, rows])
-        if sinks:
-            values = torch.cat([floats(v[:, :sinks]), values], 1)
+        values = floats(torch.cat([v[:, :sinks], v[:, rows]], 1))
         return torch.einsum("hgct,htd->chgd", weights, values).reshape(q.shape).to(q.dtype)
 
     def forget_read(self, b: int, sequence: Sequence) -> None:
