@@ -156,7 +156,10 @@ def evicting_at_bytes(build: Build) -> Build:
     """
 
     def at_bytes(facts: Facts, part: float) -> Method | str:
-        method = replace(build(facts, part), forget=True)
+        built = build(facts, part)
+        if isinstance(built, str):  # of a model's own file that is not there
+            return built
+        method = replace(built, forget=True)
         if abs(device_share(facts.llm, method, facts.capacity) - part) <= NEAR:
             return method
         # SnapKV's queries, a window beside the sinks

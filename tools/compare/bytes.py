@@ -96,7 +96,8 @@ def resident(session: Session) -> tuple[int, int]:
     """(bytes of K and V that a session which forgets has allocated, those of all its tokens so far
     under full attention).
     """
-    layers = session.runtime.sequences[0].layers
+    stores = getattr(session.runtime, "sequences", None)  # none where rows are made anew
+    layers = stores[0].layers if stores else ()
     rows = sum(side.nbytes for layer in layers for part in layer for side in (part.k, part.v))
     full = full_bytes(session.planner, len(session))
     return rows + session.stats.bank_bytes, full
