@@ -2,6 +2,7 @@
 are really held.
 """
 
+import contextlib
 import functools
 
 import torch
@@ -11,7 +12,7 @@ from engine.bank.device import DeviceBank
 from engine.bank.query_ring import QueryRing
 from engine.methods.full import Full
 from engine.model.rope import apply_rope
-from tests.builders import setup_of, tiny_config, tiny_llm, tiny_weights
+from tests.builders import random_ids, setup_of, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_table import CAPACITY
 
 SHAPES = ((7, 4, 2), (7, 4, 4), (7, 8, 1))  # layers, heads, kv heads: groups of 2, 1 and 8
@@ -140,3 +141,36 @@ def planted_runtime(method, positions, length=320, seed=0, backend="reference"):
         runtime.attend(layer, q, step)
     runtime.commit(1)
     return runtime
+
+
+@contextlib.contextmanager
+def everything_happened(llm, method, away=40, **given):
+    """A session to which everything happened that can, against a fresh one that read the same 260
+    tokens in the same order: cut inside a block and `away` other tokens read, another method there,
+    forked. Every step of the last turn has the same bits in all. Gives both.
+    """
+    ids = random_ids(260, seed=4)
+    with llm.session(method, **given) as one, llm.session(method, **given) as other:
+        for session in (one, other):
+            session.prefill(ids[:100])
+            for token in ids[100:140]:
+                session.decode(token)
+        one.truncate(131)
+        for token in random_ids(away, seed=9):
+            one.decode(token)
+        one.truncate(131)
+        one.set_method(Full())
+        one.decode(ids[131])
+        one.truncate(131)
+        one.set_method(method)
+        for token in ids[131:140]:
+            one.decode(token)
+        with one.fork() as twin:
+            for session in (one, other, twin):
+                session.prefill(ids[140:200])
+            for token in ids[200:]:
+                expected = other.decode(token)
+                assert torch.equal(one.decode(token), expected)
+                assert torch.equal(twin.decode(token), expected)
+        assert one.stats.sparse_steps > 60
+        yield one, other

@@ -17,6 +17,7 @@ from engine.methods.select.quest import Quest, page_bounds
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.model.rope import apply_rope
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
+from tests.engine.methods.method_checks import everything_happened
 from tests.engine.methods.method_table import Length
 from tests.kernels.support.kernel_checks import check_attention
 
@@ -165,33 +166,10 @@ def test_turns_truncates_forks_and_other_methods_change_nothing():
     """One session with everything that can happen to it, against a fresh one that read the same
     tokens in the same order.
     """
-    method, ids = Quest(tokens=48), random_ids(260, seed=4)
+    method = Quest(tokens=48)
     llm = tiny_llm(Full(), CONFIG, WEIGHTS, max_context=320, chunk=50)
-    with llm.session(method) as one, llm.session(method) as other:
-        for session in (one, other):
-            session.prefill(ids[:100])
-            for token in ids[100:140]:
-                session.decode(token)
-        # inside a page; the rows beyond become others
-        one.truncate(131)
-        for token in random_ids(40, seed=9):
-            one.decode(token)
-        one.truncate(131)
-        one.set_method(Full())
-        one.decode(ids[131])
-        one.truncate(131)
-        one.set_method(method)
-        for token in ids[131:140]:
-            one.decode(token)
-        with one.fork() as twin:
-            for session in (one, other, twin):
-                session.prefill(ids[140:200])
-            for token in ids[200:]:
-                expected = other.decode(token)
-                assert torch.equal(one.decode(token), expected) and torch.equal(
-                    twin.decode(token), expected
-                )
-        assert one.stats.sparse_steps > 60 and one.runtime.rows_read(260)[3] == 32 + 4
+    with everything_happened(llm, method) as (one, other):
+        assert one.runtime.rows_read(260)[3] == 32 + 4
         chosen = [other.runtime.chosen_rows(layer) for layer in (2, 3, 4, 5)]
         # every layer and K/V head chooses for itself
         assert len({tuple(rows.flatten().tolist()) for rows in chosen}) == 4
