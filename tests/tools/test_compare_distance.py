@@ -175,6 +175,10 @@ def test_every_method_that_chooses_has_an_oracle_of_its_granularity():
         assert oracle.granularity == entry.granularity in GRANULARITIES, name
 
 
+FILES = ("kascade", "double_sparsity")  # of a model's own files, which this one has not
+WHOLE = ("pqcache",)  # reads a text of fewer tokens than it learns from
+
+
 @pytest.fixture(scope="module")
 def llm(tiny):
     return LLM(str(tiny), dtype="float32", threads=1, method=Full())
@@ -187,7 +191,10 @@ def test_an_oracle_has_the_layers_the_rows_and_the_lists_of_what_it_bounds(llm):
     found = {v.name: v for v in variants(Facts(llm, 464, (2,), 0, 64), asked)}
     ids, read = random_ids(403, vocab=90), {}
     for name, variant in found.items():
-        if not variant.entry.granularity:
+        if variant.method is None or not variant.entry.granularity:
+            assert variant.method or name.removeprefix("oracle_") in FILES, name
+            continue
+        if name.removeprefix("oracle_") in WHOLE:
             continue
         watch = BoundWatch()
         with llm.session(variant.method, max_context=464) as session:
@@ -197,11 +204,13 @@ def test_an_oracle_has_the_layers_the_rows_and_the_lists_of_what_it_bounds(llm):
             assert session.stats.sparse_steps == 1
             rows = session.runtime.rows_read(401)
             read[name] = rows, session.plan.sparse_layers, watch.sums, watch.most
-    for name in names:
+    for name in read.keys() & names:
         (rows, layers, kept, most), oracle = read[name], read[REGISTRY[name].oracle]
         assert oracle[1] == layers and len(layers) > 0
-        page = 16 if name == "quest" else 0  # whole pages
-        assert all(0 <= oracle[0][at] - rows[at] <= page for at in layers), name
+        method = found[name].method
+        # whole pages, and tokens that wait beside the budget until they are clustered
+        page, waiting = getattr(method, "page", 0), getattr(method, "segment", 0)
+        assert all(-waiting <= oracle[0][at] - rows[at] <= page for at in layers), name
         for at in layers:
             assert kept[at] <= most[at] + 1e-6
             # the tail of OmniKV's is outside its choice, where the measure has no tail

@@ -22,6 +22,7 @@ from engine.methods.evict.snapkv_plus import SnapKVPlus
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.oracle.settings import ByGranularity
 from engine.methods.oracle.topk import OracleTopK
+from engine.methods.prompts.quoka import QuoKA
 from engine.methods.select.across.head_map import NAME
 from engine.methods.select.across.kascade import Kascade
 from engine.methods.select.index.clusterkv import ClusterKV
@@ -231,6 +232,12 @@ def whole_chunks(llm: LLM, method: Method, length: int) -> int:
     layers = llm.resolve_method(method)[1]
     needs = method.needs(layers, llm.config, llm.max_context, llm.dtype.itemsize)
     return max(0, length - (needs.final_call or 0)) // llm.chunk * llm.chunk
+
+
+def whole_blocks(llm: LLM, method: QuoKA, length: int) -> int:
+    """Tokens of the whole chunks that are whole blocks too: cut there, no block chooses twice."""
+    both = math.lcm(llm.chunk, method.block)
+    return length // both * both
 
 
 def whole_segments(llm: LLM, method: H2OPlus | SnapKVPlus, length: int) -> int:

@@ -78,6 +78,7 @@ from tools.compare.build import (
     recomputes,
     segments_of_budget,
     streams,
+    whole_blocks,
     whole_chunks,
     whole_segments,
 )
@@ -212,6 +213,7 @@ REGISTRY: dict[str, Entry] = {
         lambda facts, share: QuoKA(share=share),
         keeps_all,
         reads="own",
+        head=whole_blocks,
         sparse=False,
     ),
     "snapkv": evicting("SnapKV, chosen by the prompt's last 32 queries", SnapKV),

@@ -30,6 +30,7 @@ class FakeSession:
         # a plan of one layer that chooses, at every length
         self.plan = SimpleNamespace(sparse_layers=(1,), partial_layers=(1,))
         self.runner = SimpleNamespace(dense_below=0)
+        self.bank = SimpleNamespace(forgets=False)
 
     def __len__(self):
         return len(self.ids)

@@ -21,8 +21,16 @@ from engine.methods.controls.brutal_offload import BrutalOffload
 from engine.methods.controls.controls import OmniKVNewest, OmniKVOne, OmniKVRandom
 from engine.methods.evict.shared.settings import Evicting
 from engine.methods.exact import Exact
+from engine.methods.oracle.random_topk import RandomTopK
+from engine.methods.oracle.topk import OracleTopK
+from engine.methods.oracle.topp import OracleTopP
 from engine.methods.prompts.quoka import QuoKA
 from engine.methods.registry import methods
+from engine.methods.select.across.delta import Delta
+from engine.methods.select.across.kascade import Kascade
+from engine.methods.select.across.less_is_more import LessIsMore
+from engine.methods.select.across.omnikv_heads import OmniKVHeads
+from engine.methods.select.across.omnikv_top_p import OmniKVTopP
 from engine.methods.select.index.clusterkv import ClusterKV
 from engine.methods.select.index.double_sparsity import DoubleSparsity
 from engine.methods.select.index.pqcache import PQCache
@@ -244,6 +252,14 @@ OTHERS = {
     "omnikv_one": OmniKVOne(filter_layers=(0,), tail=64, dense_below=0),
     "omnikv_newest": OmniKVNewest(**SETTINGS),
     "omnikv_random": OmniKVRandom(**SETTINGS),
+    "omnikv_heads": OmniKVHeads(**SETTINGS),
+    "omnikv_top_p": OmniKVTopP(**SETTINGS, least=8),
+    "kascade": Kascade(tokens=30, anchors=(0, 4)),
+    "less_is_more": LessIsMore(tokens=30, layers=(0,)),
+    "delta": Delta(tokens=64, page=8, layers=(0,)),
+    "oracle_topk": OracleTopK(tokens=30),
+    "oracle_topp": OracleTopP(tokens=30, p=0.5),
+    "random_topk": RandomTopK(tokens=30, granularity="kv_head"),
 }
 
 

@@ -1,1 +1,1 @@
-"""Kascade's anchor layers and head map of a model: measured on texts, found, and written."""
+"""Anchor layers and the head map of a model for Kascade: measured on texts, and written."""

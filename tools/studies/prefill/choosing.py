@@ -166,8 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = [
             "# Prompts that choose",
             "",
-            f"{Path(llm.name).name}, {llm.dtype}, {args.length:,} tokens, {args.texts} held-out texts, "
-            f"{args.scored} tokens scored behind each by full attention; {isa()}, "
+            f"{Path(llm.name).name}, {llm.dtype}, {args.length:,} tokens, {args.texts} held-out "
+            f"texts, {args.scored} tokens scored behind each by full attention; {isa()}, "
             f"{args.threads} thread, its own seconds; commit {commit()}. 95% intervals over texts.",
             "",
             *table(found),
