@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tools.studies.prefill import block_recall, choosing, quality, table
+from tools.studies.prefill import block_recall, quality, table
 from tools.studies.prefill.speed import integrate
 
 
@@ -89,31 +89,3 @@ def test_block_recall_finds_layers_in_the_shipped_model(capsys):
     assert "layers [1, 3]" in said
     recalls = [float(line.split("|")[4]) for line in said.splitlines() if "| 0.9 |" in line]
     assert len(recalls) == 3 and recalls[0] >= 0.9, "the oracle keeps what was wanted"
-
-
-def test_prompts_that_choose_in_one_table(tmp_path, capsys):
-    """Dense loses nothing, a row a method, the controls among them; one key loses more than a
-    quarter of the tokens.
-    """
-    flags = ["--length", "300", "--texts", "2", "--scored", "8", "--block", "64"]
-    assert choosing.main([*flags, "--shares", "0.25", "--out", str(tmp_path / "page.md")]) == 0
-    page = capsys.readouterr().out
-    assert (tmp_path / "page.md").read_text() == page
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    found = {row[0]: row for row in rows[1:]}
-    names = {"dense", "omnikv prefill r=1", "minference 25%", "quoka 25%"}
-    assert set(found) == names | {choosing.CHANCE, "quoka, one key"}
-    assert found["dense"][1:] != found["quoka 25%"][1:]
-    assert found["dense"][2:4] == ["1.00", "1.00"] and found["dense"][5].startswith("+0.000")
-    kl = {name: float(row[6].split()[0]) for name, row in found.items()}
-    assert kl["dense"] == 0 < kl["quoka 25%"] < kl["quoka, one key"]
-
-
-def test_the_control_by_chance_ends_with_its_run():
-    """Whoever measures after it has the rule again."""
-    plain = choosing.quoka.cosines
-    with choosing.drawn(choosing.CHANCE):
-        assert choosing.quoka.cosines is not plain
-    assert choosing.quoka.cosines is plain
-    with choosing.drawn("quoka 25%"):
-        assert choosing.quoka.cosines is plain

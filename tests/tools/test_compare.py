@@ -601,8 +601,8 @@ def apart(llm, paper, variant, capacity):
 
 
 def test_the_head_of_a_document_is_read_once_where_its_end_goes_with_the_question(tiny):
-    """H2O+, SnapKV+, SirLLM, Scissorhands, OmniKV-prefill: the tokens, rows and reading times of a
-    session that reads both together.
+    """H2O+, SnapKV+, SirLLM, Scissorhands, OmniKV-prefill, QuoKA: the tokens, rows and reading
+    times of a session that reads both together.
     """
     llm = LLM(str(tiny), dtype="float32", threads=1, method=Full(), chunk=64)
     found = [
@@ -611,7 +611,7 @@ def test_the_head_of_a_document_is_read_once_where_its_end_goes_with_the_questio
         if v.method is not None and v.entry.head
     ]
     segmented = {"h2o_plus", "snapkv_plus", "sirllm"}
-    assert {v.name for v in found} == segmented | {"scissorhands", "omnikv_prefill"}
+    assert {v.name for v in found} == segmented | {"scissorhands", "omnikv_prefill", "quoka"}
     paper = Paper(llm, Job("kv", 1100, 5, 2), Rules(2, max_tokens=4))
     shared, _, once = run_document(
         llm, paper, [Variant("full", "none", 100.0, Full()), *found], 1300

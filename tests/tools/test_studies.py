@@ -23,6 +23,7 @@ PROGRAMS = (
     "prefill.latent",
     "prefill.quality",
     "prefill.table",
+    "prompts",
     "razor_heads",
     "reuse",
 )

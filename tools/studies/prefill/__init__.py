@@ -5,5 +5,4 @@ speed.py      time and operations of chunks, integrated over a prompt
 time_left.py  the predicted time left against the truth
 memory.py     peak memory, each length in a new process
 report.py     the page
-choosing.py   loss and time of the methods whose prompts choose, in one table
 """

@@ -37,7 +37,7 @@ CHANCE = "quoka by chance"
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.studies.prefill.choosing",
+        prog="python -m tools.studies.prompts",
         description="Loss and time of prompts that choose what they read, method by method.",
     )
     parser.add_argument(
