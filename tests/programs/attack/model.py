@@ -95,6 +95,7 @@ class Model:
     begun: Under
     events: list[Event] = field(default_factory=list)
     inexact: int | None = None
+    switched: int = 0  # where a method took over whose logits there are those of the one before
     logits: bool = True
     low: int = 0
     guessed: frozenset[int] = frozenset()
@@ -149,6 +150,7 @@ class Model:
             self.inexact = None if exact else 0
             self.events = [Event("prefill", under, ids)]
             self.begun, self.logits = under, forgot
+            self.switched = 0 if forgot else len(ids)
             if forgot:
                 self.guessed, self.low = frozenset(), max(0, len(ids) - RING)
             return
@@ -187,6 +189,7 @@ class Model:
         end = windows(now.method)[1]
         self.events = kept + [replace(e, guesses=self.reaches(end, n)) for e in later]
         self.logits = not any(event.kind == "switch" for event in self.events)
+        self.logits = self.logits and n != self.switched
         if self.inexact is not None and n <= self.inexact:
             self.inexact = None
         if not self.events:
