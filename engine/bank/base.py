@@ -97,7 +97,8 @@ class Bank(ABC):
     tiered = False  # whether some layers live in host memory
     forgets = False  # whether it holds no more rows than a store has yet to take
     lacks = False  # whether rows are gone that other methods read, as in a bank that forgets
-    overwrites = False  # whether a length that a session goes back to may be lost (`holds`)
+    # whether a length that a session goes back to may be lost (`holds`), as in rings of windows
+    overwrites = False
     placement: Placement | None = None  # which layers do, and what they keep on the device
     recurrent: RecurrentState | None = None  # of the recurrent layers, where there are some
     room = 0  # rows of an offloaded layer that may be asked for at once (`gathered`)
@@ -121,6 +122,7 @@ class Bank(ABC):
         if config.sides == 1:
             self.widths = self.widths[0], 0
         self.capacity, self.batch = reserved_rows(capacity, self.device.type), batch
+        self.overwrites = self.overwrites or bool(config.local_layers)
 
     # ---------------------------------------------------------------- sizes
 

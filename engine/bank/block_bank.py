@@ -116,15 +116,16 @@ class BlockBank(Bank):
     def _place_first(self, layer: int, stop: int) -> None:
         """Have first tokens below `stop` in their places, before the ring writes over them."""
         have, stop = self._first[layer], min(stop, self._kept.first)
-        if have < stop and self._in_host(layer) and self._host is not None:
-            self._host.reserve(stop)
-            where = torch.arange(have, stop, device=self.device)
-            self._host.write(layer, where, *(side[0] for side in self.rows(layer, have, stop)))
-            self._first[layer] = stop
-        elif have < stop:
-            for side, new in zip(self._places[layer], self.rows(layer, have, stop)):
-                side[:, :, have:stop] = new
-            self._first[layer] = stop
+        if have >= stop:
+            return
+        new, host = self.rows(layer, have, stop), self._host_of(layer)
+        if host is not None:
+            host.reserve(stop)
+            host.write(layer, torch.arange(have, stop, device=self.device), new[0][0], new[1][0])
+        else:
+            for side, rows in zip(self._places[layer], new):
+                side[:, :, have:stop] = rows
+        self._first[layer] = stop
 
     def step_rows(self, layer: int) -> StepRows:
         ring = self._rings[layer]
@@ -138,19 +139,20 @@ class BlockBank(Bank):
     def keep_block(self, layer: int, b: int, first: int, place: torch.Tensor) -> None:
         kept, rows = self._kept, self._rows_of(place, 0)
         newest = self.rows(layer, first, first + kept.size)
-        if self._in_host(layer) and self._host is not None:
+        host = self._host_of(layer)
+        if host is not None:
             # places are first taken in order
             formed = (first - kept.first) // kept.size + 1
-            self._host.reserve(kept.first + min(kept.held, formed) * kept.size)
-            self._host.write(layer, rows, *(side[0] for side in newest))
-            self._host.cached.drop(layer, place)
+            host.reserve(kept.first + min(kept.held, formed) * kept.size)
+            host.write(layer, rows, newest[0][0], newest[1][0])
+            host.cached.drop(layer, place)
             return
         for side, new in zip(self._places[layer], newest):
             as_bytes(side[b]).index_copy_(1, rows, as_bytes(new[b]))
 
-    def _in_host(self, layer: int) -> bool:
-        """Whether a layer's places are in host memory."""
-        return self._host is not None and layer in self._host.layers
+    def _host_of(self, layer: int) -> HostPlaces | None:
+        """What has a layer's places in host memory; None where they are on the device."""
+        return self._host if self._host is not None and layer in self._host.layers else None
 
     def _rows_of(self, places: torch.Tensor, first: int) -> torch.Tensor:
         """Rows int64 of the first tokens and of the blocks in places int64 [n]."""
@@ -187,8 +189,9 @@ class BlockBank(Bank):
         self, layer: int, first: int, blocks: torch.Tensor, stop: int, cache: BlockCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As Bank's; `blocks` are places."""
-        if self._in_host(layer) and self._host is not None:
-            return self._host.block_rows(layer, first, blocks)
+        host = self._host_of(layer)
+        if host is not None:
+            return host.block_rows(layer, first, blocks)
         index = self._rows_of(blocks, first)
         k, v = (as_bytes(side).index_select(2, index) for side in self._places[layer])
         return k.view(self.dtype), v.view(self.dtype)

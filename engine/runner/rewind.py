@@ -66,7 +66,7 @@ def truncate(session: SessionState, n: int) -> None:
         # rows that the next token would see have been overwritten: read all tokens again
         history.postpone(PendingReplay(_first(session, n), [Savepoint(0, n + 1)]))
     else:
-        if _overwrites(session):
+        if session.bank.overwrites:
             history.postpone(None)
         complete(partial(_cut, session, n, history.savepoints))
 
@@ -78,14 +78,9 @@ def _first(session: SessionState, n: int) -> list[int] | NewestTokens:
     return ids
 
 
-def _overwrites(session: SessionState) -> bool:
-    """Return whether older rows are overwritten: by sliding-window layers, or near keys."""
-    return bool(session.loaded.config.local_layers) or session.bank.overwrites
-
-
 def _windows_lost(session: SessionState, n: int) -> bool:
     """Return whether rows have been overwritten that n tokens would see."""
-    if not _overwrites(session):
+    if not session.bank.overwrites:
         return False
     return bool(n and (session.history.pending or not session.bank.holds(n)))
 

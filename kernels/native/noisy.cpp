@@ -21,7 +21,7 @@ struct Noisy {  // strides in elements
     float tau;
 };
 
-// kernels/kept/random_bits.py: a bijection.
+// The finalizer of MurmurHash3: a bijection.
 template <class X>
 INLINE X mix(X x) {
     x = (x ^ (x >> 33)) * 0xff51afd7ed558ccd;

@@ -20,7 +20,7 @@ from engine.bank.host.write_back import WriteBack
 from engine.bank.row_layout import RowLayout
 
 
-class Brought(NamedTuple):
+class GroupRows(NamedTuple):
     """Rows of an offload group that came in one copy. rows [n + tail, layers, elements], of which
     the first `old` of a layer are there, and the others when it asks: they are in its ring. tokens
     int32: all their positions; where int32 [1, h, K]: the rows of a choice, before row `first`.
@@ -52,7 +52,7 @@ class WholeLayers:
     ) -> None:
         self.streamed = 0  # bytes read from host memory
         self.staged: dict[int, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
-        self._brought: dict[int, tuple[int, Brought]] = {}
+        self._brought: dict[int, tuple[int, GroupRows]] = {}
         self.buffers = [layout.empty(capacity) for _ in range(count)]
         self._reader, self._writer, self._blocks = reader, writer, blocks
         self._layout, self._stream, self._capacity = layout, stream, capacity
@@ -150,11 +150,8 @@ class WholeLayers:
         """
         if layer in self._brought:
             return self._of_brought(layer, counts, tail_start)
-        chosen = own_rows(index[0], counts[0])[None]
-        tokens = chosen.unique()
-        tokens = tokens[tokens >= 0]
+        tokens, where = _each_once(index, counts)
         rows = self._picked(layer, tokens, int(tail_start[0]), stop)
-        where = torch.searchsorted(tokens, chosen.contiguous(), out_int32=True)
         first, last = (torch.full_like(tail_start, n) for n in (len(tokens), len(rows)))
         return SparseRows(*self._layout.views(rows), where, counts, first, last)
 
@@ -169,9 +166,7 @@ class WholeLayers:
         """Bring what `pick` will be asked for, the same in each layer of an offload group, but for
         rows that are in rings: the newest are not written yet.
         """
-        picked, device = own_rows(index[0], counts[0])[None], self._layout.device
-        chosen = picked.unique()
-        chosen = chosen[chosen >= 0]
+        (chosen, where), device = _each_once(index, counts), self._layout.device
         newest = torch.arange(int(tail_start[0]), stop, dtype=torch.int32, device=device)
         tokens = torch.cat([chosen.int(), newest])
         rows = self._layout.empty(len(tokens), len(group))
@@ -179,8 +174,7 @@ class WholeLayers:
         wait(self._writer.event, device)
         old = self._reader.read_group(group, tokens, rows)
         self.streamed += old * len(group) * self._reader.part_bytes
-        where = torch.searchsorted(chosen, picked.contiguous(), out_int32=True)
-        brought = Brought(rows, old, tokens, where, len(chosen))
+        brought = GroupRows(rows, old, tokens, where, len(chosen))
         self._brought = {layer: (i, brought) for i, layer in enumerate(group)}
 
     def _of_brought(self, layer: int, counts: torch.Tensor, tail_start: torch.Tensor) -> SparseRows:
@@ -211,3 +205,13 @@ class WholeLayers:
     def close(self) -> None:
         """Give the buffers back."""
         self.buffers, self._spare, self.staged, self._brought = [], None, {}, {}
+
+
+def _each_once(index: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What any head of a choice reads, index [1, h, K]: positions [n], ascending, and where each
+    entry is among them, int32 [1, h, most].
+    """
+    chosen = own_rows(index[0], counts[0])[None]
+    tokens = chosen.unique()
+    tokens = tokens[tokens >= 0]
+    return tokens, torch.searchsorted(tokens, chosen.contiguous(), out_int32=True)

@@ -27,6 +27,7 @@ class OmniKVRuntime(Runtime):
 
     method: Settings
     k: int = 0
+    lists: int = 0  # that a choice has, one for each K/V head; 0: one for all heads
 
     def __init__(self, method: Settings, setup: Setup):
         super().__init__(method, setup)
@@ -218,17 +219,20 @@ class OmniKVRuntime(Runtime):
 
     def chosen_rows(self, layer: int) -> torch.Tensor:
         group = self._group(layer)
-        return self.index[group][0, 0, : int(self.counts[group][0])].long()
+        rows = self.index[group][0, :, : int(self.counts[group][0])].long()
+        return rows if self.lists else rows[0]
 
     def selections(self) -> dict[int, torch.Tensor]:
+        """{filter layer: positions that any list has, ascending}, sequence 0."""
         return {
-            group.filter_layer: self.chosen_rows(group.filter_layer).cpu()
+            group.filter_layer: self.chosen_rows(group.filter_layer).unique().cpu()
             for group in self.plan.groups
             if group.layers
         }
 
     def selection_scores(self) -> dict[int, torch.Tensor]:
-        """Of the last group only, since the filter layers share one buffer of scores.
+        """Of the last group only, since the filter layers share one buffer of scores; the highest
+        that any list gave.
 
         Raw scores become shares of the selection (a softmax over it), so that a larger number
         always means more attention.
@@ -237,7 +241,7 @@ class OmniKVRuntime(Runtime):
         if not chosen:
             return {}
         layer, positions = max(chosen.items())
-        scores = self.scores[0, positions.to(self.scores.device)].cpu()
+        scores = self.scores[: max(1, self.lists), positions.to(self.scores.device)].amax(0).cpu()
         scores = torch.softmax(scores, 0) if self.method.kind == "raw" else scores
         # a sink is chosen by an infinite score, whatever its score
         return {layer: scores.nan_to_num(0.0, posinf=0.0)}

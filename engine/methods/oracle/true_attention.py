@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.methods.select.tidaldecode import AT_ONCE, reduced_logits
-from kernels.attention.native import attends, logits_natively
-from kernels.launch.dispatch import choose
+from engine.methods.select.across.by_logits import logs_into
 from kernels.launch.softmax import Softmax
 
 
@@ -27,17 +25,9 @@ def true_attention(
     q [H, D]; k [Hkv, n, D], n >= 1, floats or packed; scale: of the logits; room: float32 of at
     least H * n elements; parts: as in kernels/attention/native.py. Mutates room and parts.
     """
-    heads, rows = len(q), k.shape[1]
-    weights, plain = room[: heads * rows].view(heads, rows), replace(softmax, sinks=None)
-    if choose(backend, q, lambda: attends(k, k, q.shape[1])) == "native":
-        lse = logits_natively(q[None], k, scale, room, plain, parts)
-        return weights.sub_(lse.unsqueeze(1)).exp_()
-    for first in range(0, rows, AT_ONCE):
-        some = slice(first, min(rows, first + AT_ONCE))
-        weights[:, some] = reduced_logits(q, k[:, some], "none")
-    plain.capped(weights.mul_(scale))
-    weights.sub_(weights.amax(1, keepdim=True)).exp_()
-    return weights.div_(weights.sum(1, keepdim=True))
+    plain = replace(softmax, sinks=None)
+    logged = logs_into(room, q[None], k, scale, plain, parts, backend)
+    return logged.weights(len(k)).flatten(0, 1)
 
 
 def shared_mass(weights: torch.Tensor, lists: int, out: torch.Tensor) -> torch.Tensor:

@@ -344,6 +344,7 @@ class InfLLMRuntime(Runtime):
         far = self._far_rows(start, stop, blocks)
         k, v = near.rows(first, stop)
         if len(q) == 1 and meets_far(self.setup.backend, k):
+            # rows that came over, or places, which are in no order
             if bank.on_host(layer) or bank.forgets:
                 where, rows = self._far(layer, b, bank, layout, places, near, stop), None
             else:  # far rows stay where they are: to copy them cost more than to read them

@@ -144,33 +144,35 @@ def planted_runtime(method, positions, length=320, seed=0, backend="reference"):
 
 
 @contextlib.contextmanager
-def everything_happened(llm, method, away=40, **given):
-    """A session to which everything happened that can, against a fresh one that read the same 260
-    tokens in the same order: cut inside a block and `away` other tokens read, another method there,
-    forked. Every step of the last turn has the same bits in all. Gives both.
+def everything_happened(llm, method, away=40, at=(100, 131, 140, 200, 260), **given):
+    """A session to which everything happened that can, against a fresh one that read the same
+    tokens in the same order: a prompt up to at[0] and steps up to at[2], cut at at[1] and `away`
+    other tokens read, another method there; then a prompt up to at[3], steps up to at[4], and a
+    fork. Every one of those steps has the same bits in all. Gives both.
     """
-    ids = random_ids(260, seed=4)
+    read, cut, stepped, prompt, end = at
+    ids = random_ids(end, seed=4)
     with llm.session(method, **given) as one, llm.session(method, **given) as other:
         for session in (one, other):
-            session.prefill(ids[:100])
-            for token in ids[100:140]:
+            session.prefill(ids[:read])
+            for token in ids[read:stepped]:
                 session.decode(token)
-        one.truncate(131)
+        one.truncate(cut)
         for token in random_ids(away, seed=9):
             one.decode(token)
-        one.truncate(131)
+        one.truncate(cut)
         one.set_method(Full())
-        one.decode(ids[131])
-        one.truncate(131)
+        one.decode(ids[cut])
+        one.truncate(cut)
         one.set_method(method)
-        for token in ids[131:140]:
+        for token in ids[cut:stepped]:
             one.decode(token)
         with one.fork() as twin:
             for session in (one, other, twin):
-                session.prefill(ids[140:200])
-            for token in ids[200:]:
+                session.prefill(ids[stepped:prompt])
+            for token in ids[prompt:]:
                 expected = other.decode(token)
                 assert torch.equal(one.decode(token), expected)
                 assert torch.equal(twin.decode(token), expected)
-        assert one.stats.sparse_steps > 60
+        assert one.stats.sparse_steps > end - prompt
         yield one, other

@@ -13,7 +13,8 @@ from engine.base.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.select.index.clusters import cluster, nearest
 from engine.methods.select.index.pqcache import PQCache
-from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
+from tests.builders import GROUPS, World, tiny_config, tiny_llm, tiny_weights
+from tests.engine.methods.method_checks import everything_happened
 
 LENGTHS = st.sampled_from((1, 35, 36, 37, 64, 97, 127))
 NEAR = 1e-6  # of two distances or scores: nearer ones may swap in float32
@@ -183,32 +184,11 @@ def test_turns_truncates_forks_and_other_methods_change_nothing(offload):
     """One session with everything that can happen to it, against a fresh one that read the same
     tokens in the same order; cut to before there are centroids, too.
     """
-    method, ids = PQCache(tokens=40, sink=4, bits=4, train=70, rounds=2), random_ids(200, seed=4)
+    method = PQCache(tokens=40, sink=4, bits=4, train=70, rounds=2)
+    places = dict(away=30, at=(60, 71, 80, 160, 200))
     llm = tiny_llm(Full(), CONFIG, WEIGHTS, max_context=320, chunk=50)
-    given = dict(offload=offload)
-    with llm.session(method, **given) as one, llm.session(method, **given) as other:
-        for session in (one, other):
-            session.prefill(ids[:60])
-            for token in ids[60:80]:
-                session.decode(token)
-        one.truncate(71)
-        for token in random_ids(30, seed=9):
-            one.decode(token)
-        one.truncate(71)
-        one.set_method(Full())
-        one.decode(ids[71])
-        one.truncate(71)
-        one.set_method(method)
-        for token in ids[71:80]:
-            one.decode(token)
-        with one.fork() as twin:
-            for session in (one, other, twin):
-                session.prefill(ids[80:160])
-            for token in ids[160:]:
-                expected = other.decode(token)
-                assert torch.equal(one.decode(token), expected)
-                assert torch.equal(twin.decode(token), expected)
-        assert one.stats.sparse_steps > 40 and one.runtime.rows_read(200) == [40] * 4
+    with everything_happened(llm, method, **places, offload=offload) as (one, _):
+        assert one.runtime.rows_read(200) == [40] * 4
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from engine.bank.row_layout import RowLayout
 from engine.base.device import synchronize
 from engine.base.interrupts import complete
 from engine.plan.needs import BlockCache
+from kernels.tier.gather import BLOCK_TOKENS
 
 
 class HostPlaces:
@@ -69,7 +70,7 @@ class HostPlaces:
         """Have host memory for the first `rows` rows of every layer. Raises OutOfHostMemory,
         nothing changed.
         """
-        if len(self._host.table.blocks) * 64 < rows:
+        if len(self._host.table.blocks) * BLOCK_TOKENS < rows:
             self._host.table.reserve(0, rows)
 
     def write(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -98,7 +99,7 @@ class HostPlaces:
         """Hold a copy of what another has, in an empty table."""
         # race: its rows may still be on their way to the host
         synchronize(self._layout.device)
-        rows = len(other._host.table.blocks) * 64
+        rows = len(other._host.table.blocks) * BLOCK_TOKENS
         self._host.table.share(other._host.table, rows)
         self._host.table.reserve(0, rows)  # which place is written next only the device knows
 

@@ -229,11 +229,26 @@ def logs_of(
     """The logits of one query, and no value read. q [1, H, D]; k [Hkv, n, D], floats or packed.
     They lie in scratch.logits where that has room.
     """
+    held = _room(scratch, q.shape[1] * k.shape[1], q)
+    return logs_into(held, q, k, scale, softmax, scratch.part, backend)
+
+
+def logs_into(
+    held: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: float,
+    softmax: Softmax,
+    parts: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> Logged:
+    """As `logs_of`, in `held`, float32 of at least H * n elements. parts: as in
+    kernels/attention/native.py. Mutates held and parts.
+    """
     heads, n = q.shape[1], k.shape[1]
-    held = _room(scratch, heads * n, q)
     logits = held[: heads * n].view(heads, n)
     if choose(backend, q, lambda: attends(k, k, q.shape[2])) == "native":
-        return Logged(logits, logits_natively(q, k, scale, held, softmax, scratch.part))
+        return Logged(logits, logits_natively(q, k, scale, held, softmax, parts))
     lse = torch.full((heads,), float("-inf"), device=q.device)
     for first in range(0, n, AT_ONCE):
         part = slice(first, min(n, first + AT_ONCE))

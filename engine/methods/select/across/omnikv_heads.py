@@ -192,22 +192,3 @@ class HeadsRuntime(OmniKVRuntime):
             backend=self.setup.backend,
             softmax=self.softmax[layer],
         )
-
-    def chosen_rows(self, layer: int) -> torch.Tensor:
-        group = self._group(layer)
-        return self.index[group][0, :, : int(self.counts[group][0])].long()
-
-    def selections(self) -> dict[int, torch.Tensor]:
-        """{filter layer: positions that any head chose in the last step, ascending}, sequence 0."""
-        layers = (group.filter_layer for group in self.plan.groups if group.layers)
-        return {layer: self.chosen_rows(layer).unique().cpu() for layer in layers}
-
-    def selection_scores(self) -> dict[int, torch.Tensor]:
-        """As OmniKV's, the highest that any head gave."""
-        chosen = self.selections()
-        if not chosen:
-            return {}
-        layer, positions = max(chosen.items())
-        scores = self.scores[: self.lists, positions.to(self.scores.device)].amax(0).cpu()
-        scores = torch.softmax(scores, 0) if self.method.kind == "raw" else scores
-        return {layer: scores.nan_to_num(0.0, posinf=0.0)}
