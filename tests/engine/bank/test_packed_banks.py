@@ -37,17 +37,16 @@ HEAD_DIM = 32  # the least that every form divides
 SPARSE = OmniKV(filter_layers=(1, 4), tokens=24, tail=64, dense_below=0)
 SHARES = {"int8": 40 / 128, "int4": 48 / 256, "fp8": 40 / 128}
 METHODS = every(lambda row: row.sparse)
-# one of each kind of method: 8-bit floats are read as int8 is, and a method that evicts copies rows
-# of any form as bytes
+# one of each kind of method: rows of every form are read by the same few readers, and a method that
+# evicts copies them as bytes
 FEW = {"omnikv", "quest", "infllm", "h2o", "snapkv", "window", "pod_untrained", "tidaldecode"}
+FEW |= {"sparq", "pqcache", "kascade"}
 
 
 def is_run(bank, name, row):
     """Whether a method runs over a bank: each does over int8."""
-    if name.endswith("-0") and row.name in FEW:
-        return True
     once = name.endswith("-0") or not row.evicts
-    return once if bank == "int8" else bank == "int4" and not row.evicts
+    return once if bank == "int8" else name.endswith("-0") and row.name in FEW
 
 
 SETTINGS = [
