@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 
 import torch
 
@@ -38,6 +39,38 @@ def empty_on(
     except OSError:  # no address space, or too many mappings: torch says it, if it has none either
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
+
+
+class Joins:
+    """Tensors that are made of others end to end, again and again and in sizes that differ, in
+    pages that stay: none of them leaves a hole in the heap, and pages are zeroed once.
+    """
+
+    def __init__(self) -> None:
+        self._pages: torch.Tensor | None = None
+
+    def joined(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        """Return the pairs [h, n, D] and [h, m, D], each as one contiguous tensor [h, n + m, D].
+        Those of the next call overwrite them.
+        """
+        first = pairs[0][0]
+        if first.device.type != "cpu":
+            return [torch.cat(pair, 1) for pair in pairs]
+        shapes = [(len(a), a.shape[1] + b.shape[1], a.shape[2]) for a, b in pairs]
+        sizes = [math.prod(shape) for shape in shapes]
+        if self._pages is None or len(self._pages) < sum(sizes) or self._pages.dtype != first.dtype:
+            self._pages = None  # before the new ones are made
+            self._pages = empty((sum(sizes),), first)
+        found = [
+            part.view(shape) for part, shape in zip(self._pages[: sum(sizes)].split(sizes), shapes)
+        ]
+        for mine, (a, b) in zip(found, pairs):
+            mine[:, : a.shape[1]], mine[:, a.shape[1] :] = a, b
+        return found
+
+    def drop(self) -> None:
+        """Give the pages back once nothing made here is used."""
+        self._pages = None
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

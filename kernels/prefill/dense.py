@@ -82,23 +82,30 @@ def past_parts(
     return parts + ([(first, start, False)] if first < start else [])
 
 
-def _fused(
+def fused(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     causal: bool,
     scale: float,
     cudnn: bool = False,
+    seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run torch's fused attention: (out [B, H, C, D], lse [B, H, C]).
 
     q, k, v have equally many heads; `causal` needs equally many queries and rows. cudnn: only
-    without `causal`, since its mask is aligned to the first row, not to the last.
+    without `causal`, since its mask is aligned to the first row, not to the last. seen: bool
+    [C, rows] of which row a query sees, on a CPU; the lse of one that sees none is not defined.
     """
     if q.device.type == "cpu":
-        if fuses(q.dtype, q.shape[2]):
-            return _flash_cpu(q, k, v, 0.0, causal, scale=scale)
-        out, lse = _flash_cpu(q.float(), k.float(), v.float(), 0.0, causal, scale=scale)
+        kind = q.dtype if fuses(q.dtype, q.shape[2]) else torch.float32
+        mask = None
+        if seen is not None:
+            mask = torch.zeros(seen.shape, dtype=kind).masked_fill_(~seen, float("-inf"))[
+                None, None
+            ]
+        given = q.to(kind), k.to(kind), v.to(kind), 0.0, causal
+        out, lse = _flash_cpu(*given, attn_mask=mask, scale=scale)
         return out.to(q.dtype), lse
     if cudnn:
         out, lse, *_ = _cudnn_cuda(q, k, v, None, True, 0.0, False, False, scale=scale)
@@ -281,7 +288,7 @@ def attend_rows(
         .permute(0, 2, 3, 1, 4)
         .reshape(batch, kv_heads, group * chunk, dim)
     )
-    out, lse = _fused(folded, unpack_keys(k, q.dtype), unpack(v, q.dtype), False, scale, cudnn)
+    out, lse = fused(folded, unpack_keys(k, q.dtype), unpack(v, q.dtype), False, scale, cudnn)
     out = (
         out.view(batch, kv_heads, group, chunk, dim)
         .permute(0, 3, 1, 2, 4)
@@ -325,5 +332,5 @@ def attend_chunk(
     if softmax.cap:
         return attend_tiles(q, *own, scale, softmax, 0, backend=chosen)
     rows_k, rows_v = (t.repeat_interleave(group, dim=1) if group > 1 else t for t in own)
-    out, lse = _fused(q.transpose(1, 2), rows_k, rows_v, True, scale)
+    out, lse = fused(q.transpose(1, 2), rows_k, rows_v, True, scale)
     return out.transpose(1, 2), lse.float().view(q.shape[0], q.shape[2], q.shape[1]).transpose(1, 2)

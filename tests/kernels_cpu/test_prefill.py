@@ -128,7 +128,7 @@ def test_a_stream_block_is_one_call_of_cudnn(monkeypatch, small_blocks):
         calls.append((k.shape[2], causal, cudnn))
         return torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=torch.float32)
 
-    monkeypatch.setattr(kernels.prefill.dense, "_fused", fused)
+    monkeypatch.setattr(kernels.prefill.dense, "fused", fused)
     q = torch.empty(1, 64, 8, 64, dtype=torch.bfloat16, device="meta")
     rows = torch.empty(2, 1, 2, 400, 64, dtype=torch.bfloat16, device="meta")
 

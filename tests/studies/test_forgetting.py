@@ -37,10 +37,16 @@ def test_what_was_stored_is_not_measured_again(tmp_path, capsys, monkeypatch):
 
 
 def test_the_last_prompt_is_a_chunk_or_all_that_wait():
-    ends = forgetting.ends
-    assert ends(forgetting.method_of("window", "tiny"), 10_000, 1024) == (8975, 8976, 10_000)
-    assert ends(forgetting.method_of("snapkv", "tiny"), 10_000, 1024) == (2049, 2050, 10_000)
-    assert ends(forgetting.method_of("h2o", "tiny"), 10_000, 1024) == (1, 2, 10_000)
+    def ends(name):
+        config = forgetting.shape_config("160m")
+        return forgetting.ends(forgetting.method_of(name, "160m"), config, 10_000, 1024)
+
+    late = 7952, 8976, 10_000
+    assert ends("window") == ends("window_recompute") == late
+    assert ends("snapkv") == (2049, 2050, 10_000)
+    assert ends("h2o") == ends("random_eviction_all") == (1, 2, 10_000)
+    # three stores of half of the tokens and more are more than the rows that wait
+    assert ends("expected_attention") == ends("razor") == ends("random_eviction") == late
 
 
 def test_methods_that_keep_everything_are_refused_by_name():

@@ -28,7 +28,10 @@ from engine.base.errors import SettingError
 from engine.methods.base import Method
 from engine.methods.evict.shared.settings import Evicting
 from engine.methods.registry import make, methods
+from engine.methods.window_recompute import WindowRecompute
+from engine.model.config.config import ModelConfig
 from engine.model.tensors import random_stream
+from engine.plan.needs import STORES
 from tools.bench.header import commit, hardware, load
 from tools.bench.shapes import shape_config
 from tools.common.program import guarded, say
@@ -41,7 +44,8 @@ BOUND = 0.05  # of the plan, by which a peak may differ
 
 def evicting() -> list[str]:
     """The names of the methods that forget."""
-    return [name for name, kind in methods().items() if issubclass(kind, Evicting)]
+    kinds = Evicting, WindowRecompute
+    return [name for name, kind in methods().items() if issubclass(kind, kinds)]
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -68,14 +72,15 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def method_of(name: str, shape: str, **settings: Any) -> Method:
+def method_of(name: str, shape: str, forget: bool = True) -> Method:
     """A method, with gates or scores for a model of this shape where it needs some: every second
-    head's.
+    head's. forget: whether it does, where it has the choice.
     """
     config = shape_config(shape)
     table = (tuple(float(i % 2) for i in range(config.num_kv_heads)),) * config.num_layers
     by_head = {"duo": {"gates": table}, "razor": {"heads": (table, table), "induction": 0.5}}
-    return make(name, settings | by_head.get(name, {}))
+    choice = {"forget": forget} if issubclass(methods()[name], Evicting) else {}
+    return make(name, choice | by_head.get(name, {}))
 
 
 def opened(args: argparse.Namespace, shape: str, tokens: int) -> LLM:
@@ -91,16 +96,22 @@ def opened(args: argparse.Namespace, shape: str, tokens: int) -> LLM:
     )
 
 
-def ends(method: Method, tokens: int, chunk: int) -> tuple[int, int, int]:
-    """Ends of three prompts with which the peak is what is planned: stores are as large as they
-    become, two of them are kept, and a whole chunk, or all rows that wait, come last.
+def ends(
+    method: Method, config: ModelConfig, tokens: int, chunk: int, itemsize: int = 2
+) -> tuple[int, int, int]:
+    """Ends of three prompts with which the peak is what is planned, where the stores of two of them
+    are kept. The first two end a chunk before the third, and before that, where these stores are
+    what is large; early, at their budget, where the rows are that wait for the third one's cut.
     """
-    assert isinstance(method, Evicting)
-    if method.waiting(tokens) < tokens:  # cut as it is read
-        first = max(1, tokens - chunk - 1)
-    else:
-        # the rows that wait are fewer by this; where stores grow with the text they are all
-        first = min(method.tokens or 0, tokens // 2) + 1
+    late = max(1, tokens - 2 * chunk), max(2, tokens - chunk), tokens
+    if not isinstance(method, Evicting) or method.waiting(tokens) < tokens:
+        return late  # cut as it is read, or a text alone
+    rows = tokens * len(config.keeping_layers) * config.kv_bytes(itemsize)
+    point = method.point_bytes(method.plan(config), config, itemsize, tokens)
+    if (STORES + 1) * point > rows:
+        return late
+    # the rows that wait are fewer by this
+    first = min(method.tokens or 0, tokens // 2) + 1
     return first, first + 1, tokens
 
 
@@ -139,7 +150,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(llm.config.vocab_size, (args.tokens,), generator=generator).tolist()
     with llm.session() as session:
-        stops = ends(session.method, args.tokens - ANSWER, plan.chunk)
+        size = getattr(torch, args.dtype).itemsize
+        stops = ends(session.method, llm.config, args.tokens - ANSWER, plan.chunk, size)
         free: list[int] = []
         for first, stop in zip((0, *stops), stops):
             session.prefill(ids[first:stop], progress=lambda _: free.append(free_in_heap()))

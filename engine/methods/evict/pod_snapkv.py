@@ -139,7 +139,8 @@ class PodSnapRuntime(SnapRuntime):
             positions = torch.cat([kept, positions], 1)
 
         def keys(low: int) -> torch.Tensor:
-            return self.live(low, bank, stop)[0][1]
+            new = bank.rows(low, sequence.since, stop)[0][0]
+            return torch.cat([sequence.layers[low][0].kv()[0], new], 1) if held else new
 
         return self._shared(0, layer, q, (k, v, positions), keys, start)
 

@@ -282,9 +282,8 @@ class SirLLMRuntime(WindowedRuntime):
             index = best(self.rank(sequence, layer, part, None), part.positions, most)
             self.pending[layer] = Rows.gather(part, index, self.method.max_rows(self.budget))
         left = self.pending[layer]
-        new = (t[b] for t in bank.rows(layer, sequence.since, stop))
-        k, v = (torch.cat(pair, 1) for pair in zip(left.kv(), new))
-        return [(left.heads, k, v, left.held)]
+        k, v = (t[b] for t in bank.rows(layer, sequence.since, stop))
+        return [(left.heads, *self.joined([(left, k, v)])[0], left.held)]
 
     def attend_rows(
         self,

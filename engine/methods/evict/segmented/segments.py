@@ -136,13 +136,12 @@ class SegmentedRuntime(EvictingRuntime):
         return torch.cat(out, 1)
 
     def _live(self, layer: int, progress: Progress, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [Hkv, T, D]: what is kept, then the segment up to `end`."""
+        """K and V [Hkv, T, D]: what is kept, then the segment up to `end`; until the next call."""
         assert self.bank is not None
         k, v = (t[0] for t in self.bank.rows(layer, progress.since, end))
         if progress.rows is None:
             return k, v
-        old_k, old_v = progress.rows.kv()
-        return torch.cat([old_k, k], 1), torch.cat([old_v, v], 1)
+        return self.joined([(progress.rows, k, v)])[0]
 
     def _cut(
         self, layer: int, progress: Progress, k: torch.Tensor, v: torch.Tensor, end: int
@@ -190,6 +189,7 @@ class SegmentedRuntime(EvictingRuntime):
             self.bank.forget(layer, length)
         sequence.keep(spread(self.plan, self._rows(), []))
         self.layers, self.last = {}, None
+        self.joins.drop()
 
     def _rows(self) -> list[list[Rows]]:
         """The store of each layer that evicts; empty while none has one."""

@@ -32,6 +32,7 @@ from kernels.kept.step import Turned, kept_step
 from kernels.launch.dispatch import choose
 from kernels.launch.softmax import Softmax
 from kernels.prefill.dense import prefill_dense
+from kernels.prefill.window import prefill_window_lse
 from kernels.rows.forms import floats, key_floats
 from kernels.select.column_sums import tile_floats
 
@@ -180,8 +181,8 @@ class WindowedRuntime(EvictingRuntime):
         start: int,
         softmax: Softmax,
     ) -> torch.Tensor:
-        """Plain attention for queries that see true distances only, blocks of queries for the
-        rest.
+        """Plain attention for queries that see true distances only; for the rest window attention
+        with the sinks merged into it, or blocks of queries.
         """
         sinks, window = self.sizes(self.total)
         count = min(q.shape[1], max(0, self.method.clip_from(sinks, window) - start))
@@ -194,9 +195,11 @@ class WindowedRuntime(EvictingRuntime):
         if kept:
             stored = self.sequences[0].layers
             assert stored is not None
-            old, order = torch.sort(stored[layer][0].positions[0, :kept].long())
+            held = stored[layer][0].positions[0, :kept].long()
+            old, order = torch.sort(held)
             positions = torch.cat([old, positions])
-            k, v = (torch.cat([t[:, order], t[:, kept:]], 1) for t in (k, v))
+            if not torch.equal(old, held):
+                k, v = (torch.cat([t[:, order], t[:, kept:]], 1) for t in (k, v))
         out = (
             [
                 prefill_dense(
@@ -212,6 +215,11 @@ class WindowedRuntime(EvictingRuntime):
             if count
             else []
         )
+        stop = first + q.shape[1]
+        if self._in_a_run(q, positions[sinks:stop]):
+            rest = q[:, count:], k[:, :stop], v[:, :stop], positions, start + count
+            out.append(self._attend_run(*rest, sinks, window, softmax))
+            return torch.cat(out, 1)
         block = max(16, tile_floats(q.device) // (q.shape[2] * (window + sinks + 64)))
         for at in range(count, q.shape[1], block):
             part = q[:, at : at + block]
@@ -220,6 +228,62 @@ class WindowedRuntime(EvictingRuntime):
             given = rows, start + at, sinks, window, softmax
             out.append(self.attend_window(part, k, v, positions, *given))
         return torch.cat(out, 1)
+
+    def _in_a_run(self, q: torch.Tensor, positions: torch.Tensor) -> bool:
+        """Whether rows at these positions follow each other without a gap, so that the newest rows
+        are a window, and a prompt's kernels read them here.
+        """
+        if q.device.type != "cpu" or choose(self.setup.backend, q) == "reference":
+            return False
+        return int(positions[-1] - positions[0]) == len(positions) - 1
+
+    def _attend_run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        start: int,
+        sinks: int,
+        window: int,
+        softmax: Softmax,
+    ) -> torch.Tensor:
+        """`attend_window` of all queries q [1, C, H', D] at positions from `start` on, whose own
+        rows of k, v [h, T, D] are the last and those behind the sinks a run.
+        """
+        rows = k[None, :, sinks:], v[None, :, sinks:]
+        past = rows[0].shape[2] - q.shape[1]
+        given = self.scale, self.setup.backend, Softmax(softmax.cap)
+        near, lse = prefill_window_lse(q, *rows, past, window, *given)
+        at = torch.arange(start, start + q.shape[1], device=q.device)
+        sunk = k[:, :sinks], v[:, :sinks], at, sinks, window, softmax
+        return self._with_sinks(q, near[0], lse[0], *sunk)
+
+    def _with_sinks(
+        self,
+        q: torch.Tensor,
+        near: torch.Tensor,
+        lse: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        at: torch.Tensor,
+        sinks: int,
+        window: int,
+        softmax: Softmax,
+    ) -> torch.Tensor:
+        """Attention [1, C, H', D] of queries q [1, C, H', D] at positions `at` [C] to their window,
+        near [C, H', D] and lse [C, H'], and to the sinks k, v [h, sinks, D]. softmax: the model's
+        own cap and sinks, which join at the end, once.
+        """
+        if not sinks:
+            return softmax.sunk(near, lse)[0][None].to(q.dtype)
+        folded = q[0].float().view(len(at), len(k), -1, q.shape[3])
+        far = self.method.sink_logits(folded, key_floats(k), at, sinks, window, self.rotary)
+        far = softmax.capped(far * self.scale)
+        apart = far.logsumexp(-1).permute(2, 0, 1).reshape(lse.shape)
+        some = (far.softmax(-1) @ floats(v).unsqueeze(1)).permute(2, 0, 1, 3).reshape(near.shape)
+        both = torch.lerp(near.float(), some, torch.sigmoid(apart - lse).unsqueeze(-1))
+        return softmax.sunk(both, torch.logaddexp(apart, lse))[0][None].to(q.dtype)
 
     def attend_step(
         self,
@@ -295,18 +359,8 @@ class WindowedRuntime(EvictingRuntime):
         capped = Softmax(softmax.cap)  # the model's own sinks join at the end, once
         given = rows.view(1, -1), count, stop
         near, lse = attend(q[0], k, v, self.scale, *given, softmax=capped)
-        if not sinks:
-            return softmax.sunk(near, lse)[0][None].to(q.dtype)
-        folded = q[0].float().view(1, k.shape[0], -1, q.shape[3])
-        where = torch.tensor([at], device=q.device)
-        keys, values = key_floats(k[:, :sinks]), floats(v[:, :sinks])
-        far = self.method.sink_logits(folded, keys, where, sinks, window, self.rotary) * self.scale
-        far = softmax.capped(far)
-        apart = far.logsumexp(-1).view(1, -1)
-        share = torch.sigmoid(apart - lse).unsqueeze(-1)
-        some = (far.softmax(-1) @ values.unsqueeze(1)).view(near.shape)
-        both = torch.lerp(near, some, share)
-        return softmax.sunk(both, torch.logaddexp(apart, lse))[0][None].to(q.dtype)
+        sunk = k[:, :sinks], v[:, :sinks], torch.tensor([at]), sinks, window, softmax
+        return self._with_sinks(q, near, lse, *sunk)
 
     def attend_window(
         self,

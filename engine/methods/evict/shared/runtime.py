@@ -33,6 +33,7 @@ from engine.model.rope import apply_rope
 from kernels.attention.dense import decode_dense
 from kernels.kept.step import kept_step, steps
 from kernels.launch.softmax import Softmax
+from kernels.native.own_pages import Joins
 from kernels.prefill.dense import prefill_dense
 
 Chooser = Callable[[Sequence, int, list[Part], Any], list[tuple[Part, torch.Tensor]]]
@@ -58,6 +59,7 @@ class EvictingRuntime(Runtime):
         # (sequence, layer, part number) -> scores of the chunk or step under way
         self.pending: dict[Any, Any] = {}
         self._in_one_call: bool | None = None  # asked in the first step
+        self.joins = Joins()  # of a prompt under way: a store and the rows behind it
 
     # ---------------------------------------------------------------- what a method says
 
@@ -251,7 +253,7 @@ class EvictingRuntime(Runtime):
         self, layer: int, bank: Bank, stop: int, b: int = 0
     ) -> list[tuple[slice, torch.Tensor, torch.Tensor, int]]:
         """[(heads, k, v [h, T, D], held)]: what a layer attends to, its store and then the bank's
-        tokens from `since` to `stop`.
+        tokens from `since` to `stop`; until the next call.
         """
         sequence = self.sequences[b]
         if sequence.layers is not None and sequence.since == stop:
@@ -259,14 +261,19 @@ class EvictingRuntime(Runtime):
         k, v = (t[b] for t in bank.rows(layer, sequence.since, stop))
         if sequence.layers is None:
             return [(slice(0, self.heads), k, v, 0)]
-        found = []
-        for rows in sequence.layers[layer]:
-            old_k, old_v = rows.kv()
-            new_k, new_v = k[rows.heads], v[rows.heads]
-            found.append(
-                (rows.heads, torch.cat([old_k, new_k], 1), torch.cat([old_v, new_v], 1), rows.held)
-            )
-        return found
+        stored = sequence.layers[layer]
+        both = self.joined([(rows, k[rows.heads], v[rows.heads]) for rows in stored])
+        return [(rows.heads, *pair, rows.held) for rows, pair in zip(stored, both)]
+
+    def joined(
+        self, parts: list[tuple[Rows, torch.Tensor, torch.Tensor]]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """[(k, v [h, T, D])] of what is held and of new k, v [h, n, D] behind it, until the next
+        call.
+        """
+        pairs = [pair for rows, *new in parts for pair in zip(rows.kv(), new)]
+        made = self.joins.joined(pairs)
+        return list(zip(made[::2], made[1::2]))
 
     def queries(self, q: torch.Tensor, heads: slice) -> torch.Tensor:
         """The query heads of a slice of K/V heads: q [B, C, H, D] -> [B, C, G * h, D]."""
@@ -312,6 +319,7 @@ class EvictingRuntime(Runtime):
             self.fold(0, step, self.choose)
         elif sequence.layers is not None:
             self.fold(0, step, None)
+        self.joins.drop()
 
     def fold(self, b: int, step: Step | None, choose: Chooser | None) -> None:
         """Make a sequence's store again from what it attends to: what `choose` keeps, or (None) all

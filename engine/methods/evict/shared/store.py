@@ -187,7 +187,7 @@ class Rows:
         count, wide = index.shape[1], index.unsqueeze(-1)
         found = cls.empty(part, count, reserved(count, count, most))
         for mine, theirs in ((found.k, part.k), (found.v, part.v)):
-            mine[:, :count] = _gathered(theirs, wide)
+            gathered(theirs, wide, mine[:, :count])
         found.positions[:, :count] = part.positions.gather(1, index)
         if part.scores is not None and found.scores is not None:
             groups = index.unsqueeze(1).expand(-1, part.scores.shape[1], -1)
@@ -285,7 +285,7 @@ class Rows:
         count, heads = positions.shape[1], slice(first, stop)
         if kv is None:
             index = positions.long().unsqueeze(-1)
-            kv = tuple(_gathered(side[heads], index) for side in bank_kv())
+            kv = tuple(gathered(side[heads], index) for side in bank_kv())
         k, v = kv
         found = cls.empty(
             Part(heads, k, v, positions, scores), count, reserved(base, count, most), base
@@ -303,9 +303,13 @@ class Rows:
         return Rows(self.heads, *tensors, scores, self.held, self.base)
 
 
-def _gathered(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The rows [h, n, D] of rows [h, T, D] at index [h, n, 1]."""
-    return as_bytes(rows).gather(1, index.expand(-1, -1, rows.shape[2])).view(rows.dtype)
+def gathered(
+    rows: torch.Tensor, index: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The rows [h, n, D] of rows [h, T, D] at index [h, n, 1]; out: where to."""
+    given = as_bytes(rows), 1, index.expand(-1, -1, rows.shape[2])
+    found = torch.gather(*given, out=None if out is None else as_bytes(out))
+    return found.view(rows.dtype)
 
 
 def best(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
