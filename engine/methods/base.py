@@ -491,6 +491,10 @@ class Runtime:
         """
         return None
 
+    def has_state(self) -> bool:
+        """Return whether `state` is not None for want of rows."""
+        return True
+
     def savepoint(self) -> Any:
         """Return the `state` that a session keeps of a prompt's end, for `load` by this runtime
         while it goes on from there; by default all of it.

@@ -127,6 +127,12 @@ class History:
         # a new list: a replay may hold the old one
         self.savepoints = self._thinned([*self.savepoints, point])
 
+    def make_way(self, length: int) -> None:
+        """Let go of the store that `add` would let go of, before another is made at `length`: no
+        more are held at any time than may be kept.
+        """
+        self.savepoints = self._thinned([*self.savepoints, Savepoint(length, length, ())])[:-1]
+
     def _thinned(self, points: list[Savepoint]) -> list[Savepoint]:
         """The savepoints, of which no more keep a state than may: those go that cost least."""
         if self.most_stores is None:

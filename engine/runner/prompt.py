@@ -32,7 +32,7 @@ def end_prompt(
         run_passes(session, session.runner, session.history.prompt_begin(start), told)
     session.keep_state(turn=True)
     with session.changing():
-        session.history.add(ended(session, session.runner, start, length, logits, more))
+        session.history.add(ended(session, session.runner, start, length, logits, more, new=True))
     session.keep_queries()
     session.stand_at(logits)
     placement = session.bank.placement
@@ -47,7 +47,8 @@ def close_latest(session: SessionState) -> None:
     if session.runtime.needs.again:
         run_passes(session, session.runner, session.history.prompt_begin(part.length))
     with session.changing():
-        point = ended(session, session.runner, part.start, part.length, part.logits)
+        given = part.start, part.length, part.logits
+        point = ended(session, session.runner, *given, new=True)
         session.history.add(point)
     session.keep_queries()
 
@@ -60,9 +61,11 @@ def ended(
     logits: torch.Tensor | None = None,
     more: bool = False,
     switched: bool = False,
+    new: bool = False,
 ) -> Savepoint:
     """Return the savepoint of a prompt at positions start .. length-1, which ends under `runner`.
-    more: the prompt stays open. switched: another method has read it.
+    more: the prompt stays open. switched: another method has read it. new: one more of the
+    session's, which the oldest of its stores may make way for.
     """
     runtime, needs, ring = runner.runtime, runner.runtime.needs, session.query_ring
     with torch.inference_mode():
@@ -76,6 +79,8 @@ def ended(
         # a short prompt's window holds queries of the answer before it
         if ring.high == length and (own or length - start < needs.window):
             ring.keep()
+    if new and runtime.has_state():
+        session.history.make_way(length)
     return Savepoint(start, length, runtime.savepoint(), logits, more, switched)
 
 

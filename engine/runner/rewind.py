@@ -93,7 +93,8 @@ def _cut(session: SessionState, n: int, points: list[Savepoint]) -> None:
     cut = next((point for point in points if point.length > n), None)
     history.keep([point for point in points if point.length <= n])
     if cut is not None and cut.start < n:
-        history.add(ended(session, session.runner, cut.start, n))  # the prompt ends here now
+        # the prompt ends here now
+        history.add(ended(session, session.runner, cut.start, n, new=True))
         return
     latest = history.latest
     session.runtime.load(latest.state if latest else history.initial, n)

@@ -22,6 +22,7 @@ from engine.methods.evict.shared.store import Part, Rows, best
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
+from kernels.native.own_pages import copied
 
 AUTO = ("auto", "auto_70b")
 
@@ -85,7 +86,7 @@ class H2OPlusRuntime(SegmentedRuntime, AccumulatingRuntime):
         new = self.added(0, layer, 0, q, k, k.shape[1] - len(q), at)
         if note is not None:
             new[:, :, : note.shape[2]] += note
-        return new
+        return copied(new)  # it outlives what the segment makes
 
     def ranked_segment(
         self, layer: int, part: Part, note: torch.Tensor | None, end: int

@@ -18,6 +18,7 @@ from engine.methods.base import Setup
 from engine.methods.evict.shared.ragged import TABLES, Ragged
 from engine.methods.evict.shared.store import Rows, reserved
 from kernels.attention.ragged import decode_ragged
+from kernels.native.own_pages import empty
 from kernels.rows.forms import as_bytes, floats, key_floats, stored, stored_keys
 
 BLOCK = 8192  # rows that are floats at a time while they are added up
@@ -86,7 +87,9 @@ class Compensated(Ragged):
         for rows, every in zip(old, self.whole):
             self.begins.append(at)
             at += self._size(rows, every)
-        self.k, self.v = (t.new_zeros(at, t.shape[2]) for t in (first.k, first.v))
+        self.k, self.v = (empty((at, t.shape[2]), t) for t in (first.k, first.v))
+        for t in (self.k, self.v):
+            as_bytes(t).zero_()
         self.positions = first.positions.new_full((at,), NOWHERE)
         for rows, every, begin, end in zip(old, self.whole, self.begins, [*self.begins[1:], at]):
             kind, skip = (Rows, 0) if every else (MeanRows, 1)

@@ -26,6 +26,7 @@ from engine.plan.needs import Needs
 from kernels.attention.dense import decode_logged
 from kernels.kept.step import kept_step
 from kernels.launch.softmax import Softmax
+from kernels.native.own_pages import copied
 from kernels.select.column_sums import Change, column_sums
 from kernels.select.drop import RULES, reduce_group
 
@@ -191,7 +192,9 @@ class AccumulatingRuntime(EvictingRuntime):
         more for its output, is in them already.
         """
         if not self.reading or (b, layer, number) not in self.pending:
-            self.pending[b, layer, number] = self.added(b, layer, number, q, k, first, start)
+            new = self.added(b, layer, number, q, k, first, start)
+            # a chunk's outlive what its layers make
+            self.pending[b, layer, number] = copied(new) if self.reading else new
         self.logits = self.weights = None
 
     def column_sums(

@@ -20,6 +20,7 @@ from engine.plan.layers import LayerPlan
 from kernels.attention.ragged import decode_ragged
 from kernels.kept.step import kept_step_ragged
 from kernels.launch.softmax import PLAIN, Softmax
+from kernels.native.own_pages import empty
 from kernels.rows.forms import as_bytes
 
 TABLES = 3  # int64 numbers of a head
@@ -63,7 +64,7 @@ class Ragged(list[Rows]):
             spans.append(slice(at, at + reserved(rows.base, rows.held)))
             at = spans[-1].stop
         first = old[0]
-        self.k, self.v = (t.new_empty(at, t.shape[2]) for t in (first.k, first.v))
+        self.k, self.v = (empty((at, t.shape[2]), t) for t in (first.k, first.v))
         self.positions = first.positions.new_empty(at)
         self.scores = None if first.scores is None else first.scores.new_zeros(at)
         for rows, span in zip(old, spans):

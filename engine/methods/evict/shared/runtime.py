@@ -443,13 +443,17 @@ class EvictingRuntime(Runtime):
     def state_of(self, state: Callable[[int, Rows], Any]) -> Any:
         """`state`, made of this of the store's parts: (layer, part) -> what `rebuilt` takes."""
         held = self.sequences[0]
-        if self.method.forget and held.length and not self._settled(held):
+        if not self.has_state():
             return None
         layers = None
         if held.layers is not None:
             layers = [[state(i, rows) for rows in layer] for i, layer in enumerate(held.layers)]
         prompt = held.since, held.prompt, self.reading, self.total
         return held.length, prompt, list(held.budgets), layers, cloned(held.sums)
+
+    def has_state(self) -> bool:
+        held = self.sequences[0]
+        return not (self.method.forget and held.length) or self._settled(held)
 
     def _settled(self, sequence: Sequence) -> bool:
         """Whether a sequence's store has what it takes of every token so far, and has been cut."""
