@@ -18,7 +18,7 @@ from engine.load.files import Folder
 from engine.methods.evict.shared.store import Part, Rows
 from engine.model.tensors import random_stream, targets
 from kernels.native import own_pages
-from kernels.native.own_pages import LEAST, copied, empty, empty_on
+from kernels.native.own_pages import LEAST, Joins, copied, empty, empty_on
 from tests.builders import tiny_config
 
 GLIBC = pytest.mark.skipif(
@@ -44,6 +44,32 @@ def test_a_copy_is_contiguous_equal_and_its_own():
     source.zero_()
     assert copy.any()
     assert empty((5,), torch.ones(2, dtype=torch.float16)).dtype == torch.float16
+
+
+@pytest.mark.parametrize("rows", [0, 1, 700, 701])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+def test_joins_are_torch_s_cat(rows, dtype):
+    """Larger, smaller, of several pairs and other widths, and again after they were dropped."""
+    joins = Joins()
+    for again, (heads, more) in enumerate([(1, 800), (4, 1), (2, 1500), (2, 0), (1, 3)]):
+        old = (torch.randn(heads, 2000, 2) * 99).to(dtype)[:, :rows]
+        pairs = [(old, (torch.randn(heads, more, 2) * 99).to(dtype)), (old[..., :1], old[..., 1:])]
+        found = joins.joined(pairs)
+        assert all(torch.equal(one, torch.cat(pair, 1)) for one, pair in zip(found, pairs))
+        if again == 3:
+            joins.drop()
+
+
+def test_a_join_is_overwritten_by_the_next_and_by_nothing_else():
+    joins, old, new = Joins(), torch.ones(2, 3, 4), torch.ones(2, 5, 4)
+    (first,) = joins.joined([(old, new)])
+    old.zero_()
+    assert first.all()
+    (second,) = joins.joined([(old, new)])
+    assert second.data_ptr() == first.data_ptr() and not first.all()
+    joins.drop()
+    joins.joined([(new, new)])
+    assert not first.all()
 
 
 def test_without_mappings_torch_allocates(monkeypatch):

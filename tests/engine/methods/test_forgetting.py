@@ -18,10 +18,12 @@ from engine.methods.evict.duo import Duo
 from engine.methods.evict.h2o import H2O
 from engine.methods.evict.h2o_plus import H2OPlus
 from engine.methods.evict.lm_infinite import LMInfinite
+from engine.methods.evict.shared import by_position
 from engine.methods.evict.snapkv import SnapKV
 from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.evict.window import Window
 from engine.saved.container import Reader
+from kernels.prefill.window import prefill_window_lse
 from tests.builders import random_ids, tiny_llm
 from tests.engine.methods.method_checks import allocated, llm_of
 from tests.engine.methods.method_table import CAPACITY, duo_gates, every, with_bank
@@ -139,6 +141,51 @@ def test_a_stream_takes_constant_memory(method):
         assert len(session) > 10 * 40
         assert len(session.runtime.positions(0)[0]) == 40
     assert len(set(sizes[2:])) == 1 and len(set(alive[2:])) == 1, (sizes, alive)
+
+
+@pytest.mark.parametrize(
+    ("shape", "forget"), [((1, 2, 2), True), ((2, 4, 1), False), ((1, 8, 1), True)], ids=str
+)
+def test_windows_are_read_as_runs_and_as_blocks_alike(shape, forget, monkeypatch):
+    """The second prompt meets a store whose rows an answer has put out of order, with another
+    number of sinks; a chunk of 64 is longer and shorter than the windows.
+    """
+    ids, runs = random_ids(402, seed=5), []
+
+    def counted(q, k, v, past, window, *given):
+        runs.append(q.shape[1])
+        return prefill_window_lse(q, k, v, past, window, *given)
+
+    monkeypatch.setattr(by_position, "prefill_window_lse", counted)
+    others = Window(tokens=1), LMInfinite(tokens=41, sink=40), StreamingLLM(share=0.05)
+    for method in (*CONSTANT, *others):
+        given = replace(method, forget=forget and method.tokens is not None)
+        found = []
+        for backend in ("reference", "cpu"):
+            before = len(runs)
+            with llm_of(shape, backend=backend).session(given) as session:
+                found.append(turns(session, ids))
+            assert (len(runs) > before) == (backend == "cpu")
+        for mine, theirs in zip(*found):
+            torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("method", [SnapKV(tokens=40, window=8), Window(tokens=40)], ids=str)
+def test_no_more_stores_are_held_than_may_be_kept_while_one_is_copied(method):
+    held, ids = [], random_ids(402, seed=5)
+    with llm_of().session(forgetting(method)) as session:
+        savepoint = session.runtime.savepoint
+
+        def look():
+            held.append(sum(p.state is not None for p in session.history.savepoints))
+            return savepoint()
+
+        session.runtime.savepoint = look
+        for at in range(0, 400, 50):
+            session.prefill(ids[at : at + 50])
+        assert held == [0, 1, *[1] * 6]
+        assert sum(p.state is not None for p in session.history.savepoints) == 2
+        assert session.tokens_again(399) == 49
 
 
 @pytest.mark.parametrize("method", KINDS, ids=lambda method: method.name)

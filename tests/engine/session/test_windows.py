@@ -42,7 +42,7 @@ from engine.methods.select.tidaldecode import TidalDecode
 from engine.model.tensors import random_stream
 from engine.plan.layers import Role, layer_plan, spread_over
 from engine.session.generate import generate
-from kernels.prefill.window import prefill_window
+from kernels.prefill.window import prefill_window, prefill_window_lse
 from tests.builders import random_ids, setup_of, tiny_config
 from tests.engine.methods.method_table import heavy_channels
 from tools.common.synthetic_bank import synthesize
@@ -387,8 +387,11 @@ def test_windowed_prefill_is_masked_attention(past, chunk, window, heads):
     hidden = (row > at) | (row <= at - window)
     wide_k, wide_v = (t.double().repeat_interleave(q_heads // kv_heads, 1) for t in (k, v))
     scores = (q.double().transpose(1, 2) @ wide_k.transpose(2, 3)) * 0.3
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    wanted = (weights @ wide_v).transpose(1, 2)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    wanted = (scores.softmax(-1) @ wide_v).transpose(1, 2)
     for backend in ("reference", "cpu"):
         found = prefill_window(q, k, v, past, window, 0.3, backend=backend)
         assert torch.allclose(found.double(), wanted, atol=2e-5)
+        found, lse = prefill_window_lse(q, k, v, past, window, 0.3, backend=backend)
+        assert torch.allclose(found.double(), wanted, atol=2e-5)
+        assert torch.allclose(lse.double(), scores.logsumexp(-1).transpose(1, 2), atol=2e-5)

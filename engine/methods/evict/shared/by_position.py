@@ -216,7 +216,8 @@ class WindowedRuntime(EvictingRuntime):
             else []
         )
         stop = first + q.shape[1]
-        if self._in_a_run(q, positions[sinks:stop]):
+        # each of these queries has its own row behind the sinks
+        if first + count >= sinks and self._in_a_run(q, positions[sinks:stop]):
             rest = q[:, count:], k[:, :stop], v[:, :stop], positions, start + count
             out.append(self._attend_run(*rest, sinks, window, softmax))
             return torch.cat(out, 1)

@@ -59,7 +59,7 @@ class EvictingRuntime(Runtime):
         # (sequence, layer, part number) -> scores of the chunk or step under way
         self.pending: dict[Any, Any] = {}
         self._in_one_call: bool | None = None  # asked in the first step
-        self.joins = Joins()  # of a prompt under way: a store and the rows behind it
+        self.joins = Joins()  # of a chunk under way: a store and the rows behind it
 
     # ---------------------------------------------------------------- what a method says
 
@@ -408,6 +408,7 @@ class EvictingRuntime(Runtime):
             elif self.method.forget:
                 self.forget_read(b, sequence)
         self.pending = {}
+        self.joins.drop()
 
     def forget_read(self, b: int, sequence: Sequence) -> None:
         """Forget rows of the prompt under way that its chunks to come will not attend to; by
