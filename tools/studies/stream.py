@@ -58,6 +58,7 @@ STREAMS = {
 LINES = (*STREAMS, "fresh", "full")
 REFERENCE = "streaming_llm-prompts"  # the line and feed that others are compared with
 SMOOTH = 2  # rows on either side of one that the plot takes the mean of
+APART = 0.055  # of a panel's height, between two names
 PAGE = 1024  # tokens of a made document
 PIECE = 256  # tokens whose logits are computed at once
 
@@ -312,6 +313,15 @@ def smooth(rows: list[dict[str, Any]], what: str, unit: float) -> list[float]:
     return [mean(rows[max(0, i - SMOOTH) : i + SMOOTH + 1], what) / unit for i in range(len(rows))]
 
 
+def name_ends(axis: Any, lines: list[tuple[float, float, str, str]]) -> None:
+    """Put a name (y, x, text, colour) at the end of each line, none over another."""
+    low, high = axis.get_ylim()
+    below: dict[float, float] = {}  # by x: where the last name stands
+    for y, x, text, colour in sorted(lines):
+        below[x] = y = max(y, below.get(x, low - (high - low)) + (high - low) * APART)
+        axis.text(x, y, text, color=colour, fontsize=7, verticalalignment="center")
+
+
 def plot(found: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]], path: Path) -> None:
     """Three panels over the tokens of the stream: the reference's loss, that of others beyond it,
     and bytes of the process. Needs matplotlib.
@@ -323,6 +333,7 @@ def plot(found: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]], path: Pa
 
     reference = {row["tokens"]: row["loss"] for row in found.get(REFERENCE, ({}, []))[1]}
     figure, axes = pyplot.subplots(3, 1, figsize=(8.5, 9.5), sharex=True)
+    ends: dict[Any, list[tuple[float, float, str, str]]] = {axis: [] for axis in axes}
     for number, (name, (facts, rows)) in enumerate(found.items()):
         known = [row for row in rows if row["tokens"] in reference]
         beside = [{**row, "more": row["loss"] - reference[row["tokens"]]} for row in known]
@@ -336,7 +347,7 @@ def plot(found: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]], path: Pa
             axis.plot(at, values, color=f"C{number}", linewidth=1.2)
             if some:
                 label = f" {facts['line']}, {facts['by']}"
-                axis.annotate(label, (at[-1], values[-1]), color=f"C{number}", fontsize=7)
+                ends[axis].append((values[-1], at[-1], label, f"C{number}"))
     labels = "nats a token", f"nats more than {REFERENCE}", "MB of the process"
     for axis, label in zip(axes, labels):
         axis.axvline(facts["positions"], color="grey", linestyle=":", linewidth=1)
@@ -345,6 +356,8 @@ def plot(found: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]], path: Pa
         axis.margins(x=0.2)
     axes[0].set_ylim(bottom=0)
     axes[2].set_ylim(bottom=0)
+    for axis, lines in ends.items():
+        name_ends(axis, lines)
     axes[2].set_xlabel(f"tokens of the stream; dotted: {facts['positions']:,}, the model's own")
     kept = f"{facts['model']}, {facts['keep']:,} tokens kept; means of {2 * SMOOTH + 1} rows"
     axes[0].set_title(kept, fontsize=10)
