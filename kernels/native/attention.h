@@ -123,6 +123,7 @@ struct Block {
     const float *key_scales = nullptr, *value_scales = nullptr;  // NULL: behind each row
     int first, count;
 
+    Block() = default;
     Block(const Run &run, int from, int stop)
         : first(from), count(stop - from < BLOCK ? stop - from : BLOCK) {
         int i = 0;

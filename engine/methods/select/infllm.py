@@ -28,7 +28,7 @@ from engine.base.errors import SettingError
 from engine.methods.base import Method, Runtime, Setup
 from engine.methods.select.infllm_memory import BlockMemory, Layout, attend_far_and_near
 from engine.model.config.config import ModelConfig
-from engine.model.rope import Rotary
+from engine.model.rope import Rotary, apply_rope
 from engine.plan.layers import LayerPlan, single_layer_groups
 from engine.plan.needs import BlockCache, Needs
 from kernels.kept.far import attend_far, meets_far
@@ -206,6 +206,9 @@ class Near(NamedTuple):
         return self.k[:, part], self.v[:, part]
 
 
+Turns = tuple[torch.Tensor, torch.Tensor]  # cos and sin float32 [C, R / 2]
+
+
 class InfLLMRuntime(Runtime):
     """Attention in plain torch, one K/V head's weights at a time: 4 x group x chunk x (what a piece
     sees) bytes. The choice of blocks stays on the device. No CUDA graph: shapes vary with the text.
@@ -219,6 +222,9 @@ class InfLLMRuntime(Runtime):
         self.freq = self.rotary.frequencies()
         # layer -> (first position, last position + 1, blocks int64) of sequence 0's newest piece
         self.read: dict[int, tuple[int, int, torch.Tensor]] = {}
+        # (first position, last position + 1, turns to position 0, turns on to the local distance)
+        # of the newest piece: all layers have the same
+        self._turns: tuple[int, int, Turns, Turns] | None = None
         # (layer, stop, output of the last query) of the chunk under way
         self._newest: tuple[int, int, torch.Tensor] | None = None
 
@@ -336,9 +342,7 @@ class InfLLMRuntime(Runtime):
         memory.form(layer, b, start, plain_keys, keep)
         layout = Layout.at(self.method, start)
         positions = torch.arange(start, stop, device=q.device)
-        distant = self.rotary.rotate_by(
-            self.rotary.rotate_by(q.float(), -positions), torch.full_like(positions, local)
-        )
+        distant = self._distant(q, start)
         places, first = memory.rank(layer, b, distant.mean(0), layout), max(0, start - local + 1)
         blocks = memory.reads(layer, b, places, start)
         far = self._far_rows(start, stop, blocks)
@@ -369,6 +373,16 @@ class InfLLMRuntime(Runtime):
                 q[None], k[None], v[None], start, self.scale, backend=self.setup.backend
             )[0]
         return out.to(q.dtype)
+
+    def _distant(self, q: torch.Tensor, start: int) -> torch.Tensor:
+        """Queries [C, H, D] at start .. start+C-1 turned to the local distance, float32."""
+        stop = start + len(q)
+        if self._turns is None or self._turns[:2] != (start, stop):
+            back = self.rotary.turns_by(-torch.arange(start, stop, device=q.device))
+            on = torch.full((len(q),), self.method.local, device=q.device)
+            self._turns = start, stop, back, self.rotary.turns_by(on)
+        back, further = self._turns[2:]
+        return apply_rope(apply_rope(q.float(), *back), *further)
 
     def _far(
         self,
