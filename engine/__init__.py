@@ -39,6 +39,7 @@ _HOMES = {
     "RKV": "engine.methods.evict.rkv",
     "RoCo": "engine.methods.evict.roco",
     "Scissorhands": "engine.methods.evict.scissorhands",
+    "ShadowKV": "engine.methods.select.shadow.shadowkv",
     "SirLLM": "engine.methods.evict.sirllm",
     "SnapKV": "engine.methods.evict.snapkv",
     "SnapKVPlus": "engine.methods.evict.snapkv_plus",

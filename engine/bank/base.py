@@ -64,6 +64,15 @@ def own_rows(index: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return index.masked_fill(places >= counts.unsqueeze(1), -1)
 
 
+def of_heads(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Copies [B, Hkv, K, width] of each head's own rows of [B, Hkv, T, width]: index int [B, Hkv,
+    K].
+    """
+    b = torch.arange(len(index), device=index.device).view(-1, 1, 1)
+    head = torch.arange(index.shape[1], device=index.device).view(1, -1, 1)
+    return as_bytes(rows)[b, head, index.long()].view(rows.dtype)
+
+
 class StepRows(NamedTuple):
     """The rows of a layer that a decode step writes, as kernels/layer/store.py takes them: K and V
     [B, Hkv, T, D] by position, or a ring of its own, held twice (first row, rows).
@@ -283,6 +292,13 @@ class Bank(ABC):
         any head chose, and the host waits for them.
         """
         return self.selected(layer, index, counts, tail_start, step)
+
+    def picked_values(self, layer: int, index: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return V [B, Hkv, K, D] of a choice per K/V head, index int32 [B, Hkv, K]: copies, of
+        anything behind a sequence's first counts [B]. An offloaded layer, of one sequence whose
+        entries all count, brings V of the rows that any head chose, and no K; the host waits.
+        """
+        return of_heads(self.values(layer), index.clamp(min=0))
 
     def bring(
         self,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.plan.placement import value_span
 from kernels.rows.forms import stored, stored_keys
 
 
@@ -35,6 +36,22 @@ class RowLayout:
         """Return K and V [1, Hkv, T, D] as views of rows [T, elements]."""
         k, v = (part.unflatten(1, (self.kv_heads, -1)) for part in self._parts(rows))
         return k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+
+    @property
+    def value_span(self) -> tuple[int, int]:
+        """(first byte, bytes) of a row that are read for its V alone."""
+        return value_span(*(self.kv_heads * width * self.dtype.itemsize for width in self.widths))
+
+    def empty_values(self, count: int) -> torch.Tensor:
+        """Make a buffer for `value_span` of rows: [count, elements]."""
+        elements = self.value_span[1] // self.dtype.itemsize
+        return torch.empty(count, elements, dtype=self.dtype, device=self.device)
+
+    def values(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return V [Hkv, T, D] as a view of rows [T, elements] of `empty_values`."""
+        k, v = (self.kv_heads * width for width in self.widths)
+        first = k - self.value_span[0] // self.dtype.itemsize
+        return rows[:, first : first + v].unflatten(1, (self.kv_heads, -1)).transpose(0, 1)
 
     def fill(
         self, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str = "auto"

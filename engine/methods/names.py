@@ -47,6 +47,7 @@ NAMES = (
     "rkv",
     "roco",
     "scissorhands",
+    "shadowkv",
     "sirllm",
     "snapkv",
     "snapkv_plus",

@@ -17,6 +17,8 @@ from engine.model.config.config import ModelConfig
 from engine.plan.layers import TAIL_BLOCK
 from engine.plan.needs import RING, BlockCache, NearKeys, Needs
 from kernels.prefill.dense import COPIED_BLOCK
+from kernels.rows.forms import DTYPES as PACKED
+from kernels.rows.forms import row_widths
 from kernels.tier.lru_slots import slots_bytes
 
 # tokens a session can be truncated by without re-reading, on top of one aborted chunk
@@ -32,6 +34,7 @@ STREAM_BLOCK = COPIED_BLOCK
 # slots per selected token: hit rates saturate near four times a step's selection
 SLOTS = 4
 ROW_ALIGN = 64  # bytes: a host sector
+COPIED = 16  # bytes: what a copy of rows moves is a multiple of it
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,28 @@ def part_bytes(config: ModelConfig, size: int) -> int:
     bytes of an element.
     """
     return -(-config.kv_bytes(size) // ROW_ALIGN) * ROW_ALIGN
+
+
+def value_span(k_bytes: int, v_bytes: int) -> tuple[int, int]:
+    """Return (first byte, bytes) of the part of a row that copies move for its V alone: whole words
+    of kernels/tier/gather.py around V, which lies behind K.
+    """
+    first = k_bytes // COPIED * COPIED
+    return first, -(-(k_bytes + v_bytes) // COPIED) * COPIED - first
+
+
+def value_bytes(config: ModelConfig, size: int) -> int:
+    """Return the bytes that one token's V in one layer takes over the link, as `part_bytes` those
+    of K and V.
+    """
+    both = config.kv_bytes(size)
+    k, v = both // 2, both // 2
+    if config.bank != "model":
+        dtype = PACKED[config.bank]
+        k, v = (
+            config.num_kv_heads * w * dtype.itemsize for w in row_widths(config.head_dim, dtype)
+        )
+    return value_span(k, v)[1]
 
 
 def _sparing(needs: Needs, row_layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

@@ -30,6 +30,7 @@ from engine.methods.select.index.double_sparsity import DoubleSparsity
 from engine.methods.select.index.pqcache import PQCache
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.pod import PodUntrained
+from engine.methods.select.shadow.shadowkv import ShadowKV
 from tools.calibrate.pod_groups import read_blocks
 from tools.compare.bytes import device_share
 
@@ -392,6 +393,18 @@ def pqcache(facts: Facts, share: float) -> PQCache:
     """Build PQCache with centroids of the first half of the text, 2,048 tokens at most."""
     train = min(PQCache.train, max(32, facts.capacity // 2))
     return PQCache(share=share, train=train, bits=PQCache.bits if train >= 512 else 5)
+
+
+def shadowkv(facts: Facts, share: float) -> ShadowKV:
+    """Build ShadowKV with outliers and exact tokens of a 64th of the text each, the published 384
+    and 256 at most, which are taken from its share.
+    """
+    exact = min(ShadowKV.answer, max(ShadowKV.chunk, facts.capacity // 64))
+    outliers = min(ShadowKV.outliers, facts.capacity // 64 // ShadowKV.chunk)
+    beside = exact + outliers * ShadowKV.chunk
+    tokens = max(ShadowKV.chunk, round(share * facts.capacity) - beside)
+    recent = min(ShadowKV.recent, exact)
+    return ShadowKV(tokens=tokens, outliers=outliers, recent=recent, answer=exact)
 
 
 def double_sparsity(facts: Facts, share: float) -> DoubleSparsity | str:

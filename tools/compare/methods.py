@@ -77,6 +77,7 @@ from tools.compare.build import (
     razor,
     recomputes,
     segments_of_budget,
+    shadowkv,
     streams,
     whole_blocks,
     whole_chunks,
@@ -341,6 +342,12 @@ REGISTRY: dict[str, Entry] = {
         keeps_all,
         group="others",
     ),
+    "shadowkv": Entry(
+        "ShadowKV, chunks by their mean key; K of rank 160 at most, V from the bank",
+        shadowkv,
+        keeps_all,
+        group="others",
+    ),
     "sparq": Entry(
         "SparQ, by the quarter of the channels in which the query is largest",
         lambda facts, share: SparQ(share=share),
@@ -448,6 +455,7 @@ CHOOSING = {
     "quest": ("kv_head", "quest"),
     "tidaldecode": ("query_head", "tidaldecode"),
     "omnikv_heads": ("kv_head", "omnikv_heads"),
+    "shadowkv": ("kv_head", "shadowkv"),
     "sparq": ("kv_head", "sparq"),
     "double_sparsity": ("kv_head", "double_sparsity"),
     "clusterkv": ("kv_head", "clusterkv"),

@@ -53,17 +53,19 @@ class HostRows:
         moved: torch.Tensor | None = None,
         programs: int | None = None,
         backend: str | None = None,
+        skip: int = 0,
     ) -> None:
         """Copy host rows to the device: buffer[slots[i]] = row of tokens[i], for i < count.
 
         tokens, slots: int32 [n], or the first of consecutive ones. count: int32 [1] or an int.
-        buffer: rows of the layer, or wider ones that go on into the layers after it in the group.
-        moved, programs: as in kernels.tier.gather.move_rows.
+        buffer: rows of the layer, or wider ones that go on into the layers after it in the group,
+        or narrower ones, of what comes behind the first `skip` bytes of a row. moved, programs: as
+        in kernels.tier.gather.move_rows.
         """
         offset, pitch = self._place[layer]
         move_rows(
             self.table.addresses,
-            offset,
+            offset + skip,
             pitch,
             buffer.view(torch.int32),
             tokens,

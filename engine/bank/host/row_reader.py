@@ -59,6 +59,20 @@ class RowReader:
             copy_rows(out[old : len(tokens)], self._set_of[layer].listed(layer, tokens[old:]))
         return old * self.part_bytes
 
+    def read_values(
+        self, layer: int, tokens: torch.Tensor, out: torch.Tensor, span: tuple[int, int]
+    ) -> int:
+        """As `read_tokens`, of the bytes `span` (first, how many) of each row."""
+        old, (first, size) = int((tokens < self._writer.host_length).sum()), span
+        if old:
+            given = out, 0, old
+            programs = self._host.pool.programs
+            self._host.read(layer, tokens[:old], *given, programs=programs, skip=first)
+        if old < len(tokens):
+            newer = self._set_of[layer].listed(layer, tokens[old:]).view(torch.uint8)
+            copy_rows(out[old:].view(torch.uint8), newer[:, first : first + size])
+        return old * size
+
     def read_group(self, group: Sequence[int], tokens: torch.Tensor, out: torch.Tensor) -> int:
         """Copy what host memory has of `tokens`, an ascending int32 list of positions, of all
         layers of an offload group to out[0:], rows [n, layers, elements], in one copy; how many.

@@ -347,6 +347,11 @@ class TieredBank(Bank):
             return self._resident.picked(layer, index, counts, tail_start, step)
         return self._whole.pick(self.row_layers[layer], index, counts, tail_start, self.length)
 
+    def picked_values(self, layer: int, index: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        if not self.on_host(layer):
+            return self._resident.picked_values(layer, index, counts)
+        return self._whole.pick_values(self.row_layers[layer], index, counts)
+
     def bring(
         self,
         layers: Sequence[int],

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.bank.base import SparseRows, own_rows
+from engine.bank.base import SparseRows, of_heads, own_rows
 from engine.bank.host.block_stream import BlockStream
 from engine.bank.host.row_reader import RowReader
 from engine.bank.host.streams import SideStream, wait
@@ -154,6 +154,19 @@ class WholeLayers:
         rows = self._picked(layer, tokens, int(tail_start[0]), stop)
         first, last = (torch.full_like(tail_start, n) for n in (len(tokens), len(rows)))
         return SparseRows(*self._layout.views(rows), where, counts, first, last)
+
+    def pick_values(self, layer: int, index: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """V of a choice per head, index [1, Hkv, K], of which all count: [1, Hkv, K, D], copies. V
+        of each row that any head chose comes once, and no K.
+        """
+        tokens, where = _each_once(index, counts)
+        rows = self._layout.empty_values(len(tokens))
+        # race: chosen rows may still be on their way to the host
+        wait(self._writer.event, self._layout.device)
+        self.streamed += self._reader.read_values(
+            layer, tokens.int(), rows, self._layout.value_span
+        )
+        return of_heads(self._layout.values(rows)[None], where)
 
     def bring(
         self,

@@ -71,6 +71,7 @@ from engine.methods.select.infllm import InfLLM
 from engine.methods.select.minference import MInference
 from engine.methods.select.pod import PodUntrained
 from engine.methods.select.quest import Quest
+from engine.methods.select.shadow.shadowkv import ShadowKV
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.methods.window_recompute import WindowRecompute
 from engine.plan.layers import tail_start
@@ -93,6 +94,8 @@ class Row:
     neutral: object
     sparse: tuple = ()
     reads: object = None
+    # as `reads`, with what a step reads elsewhere than in the bank, where it does
+    everything: object = None
     selects: bool = False  # chooses rows by score in every step
     # (plan, layer) -> whether this partial layer reads every key to choose, and the values of the
     # chosen ones only
@@ -165,6 +168,17 @@ def rows_by_head(runtime, n):
         rows = runtime.chosen_rows(layer)
         rows = rows.expand(heads, -1) if rows.dim() == 1 or len(rows) == 1 else rows.view(heads, -1)
         found[layer] = [sorted({*own[own >= 0].tolist(), *tail}) for own in rows]
+    return found
+
+
+def without_outliers(runtime, n):
+    """ShadowKV: outliers are read where they are held, not in the bank."""
+    found, size = rows_by_head(runtime, n), runtime.method.chunk
+    for layer, heads in found.items():
+        held = runtime.outliers[runtime.plan.group_of[layer], 0].tolist()
+        found[layer] = [
+            [row for row in rows if row // size not in own] for rows, own in zip(heads, held)
+        ]
     return found
 
 
@@ -637,6 +651,26 @@ ROWS = (
             ),
         ),
         rows_by_head,
+        selects=True,
+    ),
+    Row(
+        "shadowkv",
+        ShadowKV(tokens=CAPACITY),
+        (
+            ShadowKV(tokens=64, rank=8, outliers=3, recent=16, answer=24),
+            ShadowKV(
+                share=0.2,
+                rank=6,
+                chunk=4,
+                outliers=5,
+                recent=9,
+                answer=10,
+                dense_layers=1,
+                gqa_reduce="sum",
+            ),
+        ),
+        without_outliers,
+        everything=rows_by_head,
         selects=True,
     ),
     Row(
