@@ -38,6 +38,7 @@ _HOMES = {
     "Razor": "engine.methods.evict.razor",
     "RKV": "engine.methods.evict.rkv",
     "RoCo": "engine.methods.evict.roco",
+    "RocketKV": "engine.methods.select.rocket.rocketkv",
     "Scissorhands": "engine.methods.evict.scissorhands",
     "ShadowKV": "engine.methods.select.shadow.shadowkv",
     "SirLLM": "engine.methods.evict.sirllm",

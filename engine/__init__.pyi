@@ -50,6 +50,7 @@ from engine.methods.select.infllm import InfLLM as InfLLM
 from engine.methods.select.minference import MInference as MInference
 from engine.methods.select.pod import PodUntrained as PodUntrained
 from engine.methods.select.quest import Quest as Quest
+from engine.methods.select.rocket.rocketkv import RocketKV as RocketKV
 from engine.methods.select.shadow.shadowkv import ShadowKV as ShadowKV
 from engine.methods.select.tidaldecode import TidalDecode as TidalDecode
 from engine.methods.window_recompute import WindowRecompute as WindowRecompute

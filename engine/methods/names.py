@@ -46,6 +46,7 @@ NAMES = (
     "razor",
     "rkv",
     "roco",
+    "rocketkv",
     "scissorhands",
     "shadowkv",
     "sirllm",

@@ -30,6 +30,7 @@ from engine.methods.select.index.double_sparsity import DoubleSparsity
 from engine.methods.select.index.pqcache import PQCache
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.pod import PodUntrained
+from engine.methods.select.rocket.rocketkv import RocketKV
 from engine.methods.select.shadow.shadowkv import ShadowKV
 from tools.calibrate.pod_groups import read_blocks
 from tools.compare.bytes import device_share
@@ -393,6 +394,17 @@ def pqcache(facts: Facts, share: float) -> PQCache:
     """Build PQCache with centroids of the first half of the text, 2,048 tokens at most."""
     train = min(PQCache.train, max(32, facts.capacity // 2))
     return PQCache(share=share, train=train, bits=PQCache.bits if train >= 512 else 5)
+
+
+def rocketkv(facts: Facts, share: float) -> RocketKV:
+    """Build RocketKV with a window and exact tokens of an answer of a 64th of the text, the
+    published 32 and 128 at most, which are taken from its share, and pages of 16 tokens at most.
+    """
+    exact = max(1, facts.capacity // 64)
+    window, answer = min(RocketKV.window, exact), min(RocketKV.answer, exact)
+    page = min(RocketKV.page, max(1, facts.capacity // 128))
+    tokens = max(page, round(share * facts.capacity) - max(window, answer))
+    return RocketKV(tokens=tokens, window=window, page=page, answer=answer)
 
 
 def shadowkv(facts: Facts, share: float) -> ShadowKV:

@@ -76,6 +76,7 @@ from tools.compare.build import (
     pqcache,
     razor,
     recomputes,
+    rocketkv,
     segments_of_budget,
     shadowkv,
     streams,
@@ -342,6 +343,12 @@ REGISTRY: dict[str, Entry] = {
         keeps_all,
         group="others",
     ),
+    "rocketkv": Entry(
+        "RocketKV for several turns, pages of what a prompt's last queries keep",
+        rocketkv,
+        keeps_all,
+        group="others",
+    ),
     "shadowkv": Entry(
         "ShadowKV, chunks by their mean key; K of rank 160 at most, V from the bank",
         shadowkv,
@@ -455,6 +462,7 @@ CHOOSING = {
     "quest": ("kv_head", "quest"),
     "tidaldecode": ("query_head", "tidaldecode"),
     "omnikv_heads": ("kv_head", "omnikv_heads"),
+    "rocketkv": ("kv_head", "rocketkv"),
     "shadowkv": ("kv_head", "shadowkv"),
     "sparq": ("kv_head", "sparq"),
     "double_sparsity": ("kv_head", "double_sparsity"),

@@ -54,6 +54,10 @@ SETTINGS = {
     "clusterkv": [dict(tokens=64, segment=64, per=8), dict(share=0.2, segment=100, per=10)],
     "double_sparsity": [dict(channels=str(MODEL / "double_sparsity.json"), tokens=64, count=8)],
     "pqcache": [dict(tokens=64, sink=4, train=100), dict(share=0.2, train=64, parts=4)],
+    "rocketkv": [
+        dict(tokens=64, page=8, answer=32),
+        dict(share=0.1, keep=128, page=4, kernel=7, channels=8, answer=16, gqa_reduce="max"),
+    ],
     "shadowkv": [
         dict(tokens=64, rank=16, outliers=2, recent=16, answer=32),
         dict(share=0.1, chunk=4, outliers=3, recent=8, answer=24, gqa_reduce="mean"),

@@ -71,6 +71,7 @@ from engine.methods.select.infllm import InfLLM
 from engine.methods.select.minference import MInference
 from engine.methods.select.pod import PodUntrained
 from engine.methods.select.quest import Quest
+from engine.methods.select.rocket.rocketkv import RocketKV
 from engine.methods.select.shadow.shadowkv import ShadowKV
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.methods.window_recompute import WindowRecompute
@@ -654,6 +655,26 @@ ROWS = (
         selects=True,
     ),
     Row(
+        "rocketkv",
+        RocketKV(tokens=CAPACITY),
+        (
+            RocketKV(tokens=80, page=4, window=16, kernel=1, answer=24),
+            RocketKV(
+                share=0.3,
+                keep=200,
+                page=4,
+                window=8,
+                kernel=3,
+                channels=5,
+                answer=10,
+                dense_layers=1,
+                gqa_reduce="max",
+            ),
+        ),
+        rows_by_head,
+        selects=True,
+    ),
+    Row(
         "shadowkv",
         ShadowKV(tokens=CAPACITY),
         (
@@ -670,8 +691,8 @@ ROWS = (
             ),
         ),
         without_outliers,
-        everything=rows_by_head,
         selects=True,
+        everything=rows_by_head,
     ),
     Row(
         "sparq",

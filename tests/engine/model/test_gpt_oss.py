@@ -30,7 +30,7 @@ KNOW |= {
     f"omnikv{kin}"
     for kin in ("", "_one", "_newest", "_random", "_per_layer", "_unpacked", "_heads", "_top_p")
 }
-KNOW |= {"kascade", "less_is_more", "delta", "shadowkv"}
+KNOW |= {"kascade", "less_is_more", "delta", "rocketkv", "shadowkv"}
 KNOW |= {"oracle_topk", "oracle_topp", "random_topk", "quoka"}
 KNOW |= {name for name, kind in methods().items() if issubclass(kind, Evicting)}
 KNOW -= {"expected_attention"}

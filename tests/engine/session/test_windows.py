@@ -38,6 +38,7 @@ from engine.methods.select.index.sparq import SparQ
 from engine.methods.select.minference import MInference
 from engine.methods.select.pod import PodUntrained
 from engine.methods.select.quest import Quest
+from engine.methods.select.rocket.rocketkv import RocketKV
 from engine.methods.select.shadow.shadowkv import ShadowKV
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.model.tensors import random_stream
@@ -243,6 +244,7 @@ OTHERS = {
     "clusterkv": ClusterKV(tokens=40, segment=40, per=4),
     "double_sparsity": DoubleSparsity(tokens=40, channels=heavy_channels(LAYERS)),
     "pqcache": PQCache(tokens=64, sink=4, train=100, rounds=2),
+    "rocketkv": RocketKV(tokens=64, page=8, answer=32),
     "shadowkv": ShadowKV(tokens=64, outliers=4, answer=32),
     "sparq": SparQ(tokens=64),
     "tidaldecode": TidalDecode(tokens=40, select_layer=0),
