@@ -6,6 +6,8 @@ chunk, an outlier that competes or that is read in the bank, an exact token whos
 index that does not follow the bank, K that comes over the link.
 """
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from engine.base.errors import SettingError
 from engine.methods.full import Full
+from engine.methods.select.shadow import shadowkv
 from engine.methods.select.shadow.shadowkv import ShadowKV
 from engine.plan.placement import part_bytes, value_bytes
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
@@ -221,6 +224,24 @@ def test_an_index_follows_the_bank_wherever_it_goes(moves, seed):
             assert torch.equal(world.runtime.outliers[1], fresh.outliers[1])
             assert torch.equal(world.runtime.outlier_v[1], fresh.outlier_v[1])
         before = n
+
+
+def test_an_interrupted_index_is_made_anew(monkeypatch):
+    """Ctrl-C at a later prompt's end, behind the basis: the prompt before has its own again."""
+    method = ShadowKV(tokens=8, rank=9, chunk=4, outliers=2, recent=3, answer=7)
+    world = World(method, (4, 2), 130)
+    world.fill(3, 0, 130)
+    world.runtime.ends = [60]
+    world.runtime.learn(1, 3, world.bank, [60])
+    held = world.runtime.coefficients[1, 0, :56].clone()
+    world.runtime.ends = [120]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shadowkv, "furthest", Mock(side_effect=KeyboardInterrupt))
+        world.runtime.learn(1, 3, world.bank, [120])
+    assert not torch.equal(world.runtime.coefficients[1, 0, :56], held)
+    world.runtime.ends = [60]
+    world.runtime.learn(1, 3, world.bank, [60])
+    assert torch.equal(world.runtime.coefficients[1, 0, :56], held)
 
 
 def test_rows_in_bfloat16_are_decomposed_in_float32():

@@ -254,6 +254,7 @@ class ShadowRuntime(Selecting):
         """Make basis, coefficients, landmarks and outliers of the first `stop` tokens."""
         basis, chunk, held = self.basis[group, b], self.method.chunk, self.outliers.shape[-1]
         gram = basis.new_zeros(basis.shape[1], basis.shape[1])
+        self._known[group][b] = 0, 0  # an interrupt leaves none, and not the one before
         span = layer, 0, stop, self._at_once, False
         for first, k, _ in bank.blocks(*span):
             rows = before_rotation(k[b], first, self.rotary, layer)
