@@ -472,6 +472,10 @@ class Runtime:
         """
         return torch.zeros(0, dtype=torch.int64, device=self.setup.device)
 
+    def drawn_rows(self, layer: int) -> torch.Tensor:
+        """Those of `chosen_rows` that stand for all that was not chosen: int64 [m], ascending."""
+        return torch.zeros(0, dtype=torch.int64, device=self.setup.device)
+
     def tail_start(self, step: Step) -> torch.Tensor:
         """First position [B] int32 from which sparse layers read everything."""
         return torch.zeros_like(step.visible)

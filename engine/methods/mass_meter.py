@@ -1,8 +1,12 @@
-"""How much attention the sparse layers keep, measured in every so many steps of an answer."""
+"""How much attention the sparse layers keep, measured in every so many steps of an answer, and how
+far what they estimate from a sample may be off.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
 
@@ -11,7 +15,9 @@ from engine.base.checks import is_integer
 from engine.base.errors import SettingError
 from engine.methods.base import Runtime
 from engine.plan.layers import Role
-from kernels.rows.forms import key_floats
+from kernels.rows.forms import floats, key_floats
+
+DELTA = 0.05  # how often an estimate may be further off than its bound
 
 
 class MassMeter:
@@ -19,27 +25,41 @@ class MassMeter:
     keeps.
 
     mass[layer]: share of the softmax over every visible row that falls on the selection and the
-    tail, mean over query heads. Costs one more reading of a sparse layer's K per step.
+    tail, mean over query heads. errors[layer]: of a layer that estimates the rest from a sample,
+    `sampling_error`, median over query heads. Costs one more reading of a sparse layer's K per
+    step, and then of V of what it reads.
     """
 
     def __init__(self, inner: Runtime):
         self.inner = inner
         self.mass: dict[int, float] = {}
+        self.errors: dict[int, float] = {}
 
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Attend as the inner runtime; a SPARSE layer leaves its mass behind."""
         out = self.inner.attend(layer, q, step)
         if self.inner.setup.plan.roles[layer] is Role.SPARSE:
-            self.mass[layer] = self._kept(layer, q, step)
+            n, start = int(step.visible[0]), int(self.inner.tail_start(step)[0])
+            weights = self._weights(layer, q, step, n)
+            self.mass[layer] = self.kept(self.inner.chosen_rows(layer), weights, start)
+            drawn = self.inner.drawn_rows(layer)
+            if len(drawn) > 1:
+                self.errors[layer] = self._error(layer, step, weights, drawn, start)
         return out
 
     def attend_local(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Attend as the inner runtime in a sliding-window layer, which keeps all it may see."""
         return self.inner.attend_local(layer, q, step)
 
-    def _kept(self, layer: int, q: torch.Tensor, step: Step) -> float:
-        n, start = int(step.visible[0]), int(self.inner.tail_start(step)[0])
-        return self.kept(self.inner.chosen_rows(layer), self._weights(layer, q, step, n), start)
+    def _error(
+        self, layer: int, step: Step, weights: torch.Tensor, drawn: torch.Tensor, start: int
+    ) -> float:
+        chosen = self.inner.chosen_rows(layer)
+        tail = torch.arange(start, weights.shape[1], device=chosen.device)
+        read = torch.cat([chosen, tail])
+        values = floats(step.bank.listed(layer, read)[1][0])
+        by_chance, rest = torch.isin(read, drawn), start - len(chosen) + len(drawn)
+        return float(sampling_error(weights[:, read], values, by_chance, rest).median())
 
     def _weights(self, layer: int, q: torch.Tensor, step: Step, n: int) -> torch.Tensor:
         """The newest query's attention to n rows, float32 [H, n]."""
@@ -64,6 +84,36 @@ class MassMeter:
         else:
             kept = weights[:, chosen].sum(-1)
         return float((kept + weights[:, start:].sum(-1)).mean())
+
+
+def sampling_error(
+    weights: torch.Tensor,
+    values: torch.Tensor,
+    drawn: torch.Tensor,
+    rest: int,
+    delta: float = DELTA,
+) -> torch.Tensor:
+    """How far attention that estimates `rest` rows from those that are `drawn` may lie from
+    attention to all, as a part of its length: float [H], infinite where the sample says nothing.
+
+    weights [H, n]: of the rows that are read, up to a factor; values [Hkv, n, D]; drawn bool [n].
+    Source: Desai et al., vAttention (2025), section 4: a sum of `rest` terms, estimated from m of
+    them with the covariance S, is off by z rest sqrt(tr S / m) at most but for delta of all draws
+    (central limit), z being the normal quantile of 1 - delta / 2. Attention is a sum of vectors
+    over a sum of numbers, each with half of delta: with relative errors e and d of the two it is
+    off by (e + d) / (1 - d) at most. Drawn without replacement: times sqrt(1 - m / rest).
+    """
+    sampled, exact = weights[:, drawn], weights[:, ~drawn]
+    kv_heads, m = len(values), sampled.shape[1]
+    terms = sampled.view(kv_heads, -1, m, 1) * values[:, None, drawn]
+    kept = exact.view(kv_heads, -1, exact.shape[1]) @ values[:, ~drawn]
+    z = NormalDist().inv_cdf(1 - delta / 4)
+    reach = z * rest * math.sqrt((1 - m / rest) / m)
+    total = exact.sum(1) + rest / m * sampled.sum(1)
+    below = reach * sampled.var(1).sqrt() / total
+    sums = kept + rest / m * terms.sum(2)
+    above = reach * (terms.var(2).sum(-1).sqrt() / sums.norm(dim=-1)).flatten()
+    return torch.where(below < 1, (above + below) / (1 - below), math.inf)
 
 
 @dataclass

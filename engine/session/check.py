@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from engine.base.checks import callables
 from engine.base.errors import SettingError
 from engine.base.interrupts import complete
 from engine.forward.decode import Decoder
-from engine.methods.mass_meter import MassMeter
+from engine.methods.mass_meter import DELTA, MassMeter
 from engine.plan.needs import MOST_WINDOW, RING
 from engine.runner.recurrent.catch_up import standing_at
 from engine.runner.rewind import replay
@@ -31,8 +32,8 @@ MOST_STEPS = RING - MOST_WINDOW
 
 @dataclass(frozen=True)
 class StepCheck:
-    """One position: both steps' most likely tokens, KL(full || sparse) in nats, and the attention
-    mass kept per sparse layer.
+    """One position: both steps' most likely tokens, KL(full || sparse) in nats, the attention mass
+    kept per sparse layer, and how far one that estimates the rest may be off (MassMeter.errors).
     """
 
     position: int
@@ -40,6 +41,7 @@ class StepCheck:
     sparse_token: int
     kl: float
     mass: dict[int, float]
+    errors: dict[int, float] = field(default_factory=dict)
 
     @property
     def agrees(self) -> bool:
@@ -83,6 +85,12 @@ class Report:
         layers = self.steps[0].mass
         return {layer: sum(s.mass[layer] for s in self.steps) / len(self.steps) for layer in layers}
 
+    def error_by_layer(self) -> dict[int, float]:
+        """{sparse layer that estimates: the bound of its relative error, median over steps}."""
+        layers = sorted({layer for step in self.steps for layer in step.errors})
+        found = {i: [s.errors[i] for s in self.steps if i in s.errors] for i in layers}
+        return {layer: median(errors) for layer, errors in found.items()}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain dict for JSON."""
         return {
@@ -117,6 +125,14 @@ class Report:
                 f"layer {low}",
                 "    by layer  " + "  ".join(f"{layer}:{kept:.3f}" for layer, kept in mass.items()),
             ]
+        errors = self.error_by_layer()
+        if errors:
+            most = max(errors, key=lambda layer: errors[layer])
+            lines.append(
+                f"  attention with its estimate is off   by {median(errors.values()):.2g} of its "
+                f"length at most, {errors[most]:.2g} in layer {most}, in {100 * (1 - DELTA):g}% of "
+                "draws (medians)"
+            )
         return "\n".join(lines)
 
 
@@ -218,4 +234,5 @@ class Pair:
             int(sparse.argmax()),
             max(0.0, float((p.exp() * (p - q)).sum())),
             dict(self.meter.mass),
+            dict(self.meter.errors),
         )

@@ -61,12 +61,13 @@ def attend_sequence(
     The rows that all queries see need no mask. The last Q-1 rows are a separate small product,
     merged by log-sum-exp. k, v may be packed (kernels/rows/forms.py). scale: of the logits,
     1/sqrt(D). buffer: as in `attend_widened`, which overwrites it. logs: float32 [n], added to the
-    logits of the rows under one query, or None.
+    logits of the rows that all queries see (0 of the others), or None.
     """
     queries, heads, dim = q.shape
     kv_heads, rows, _ = k.shape
     group, dtype = heads // kv_heads, q.dtype
     shared = max(0, rows - (queries - 1))
+    logs = None if logs is None else logs[:shared]
     q = stored_queries(q.float(), k, "cpu") if is_packed(k) else q
     packed = (
         q.view(queries, kv_heads, group, dim)

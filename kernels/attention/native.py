@@ -98,6 +98,7 @@ def attend(
     stop: int | None = None,
     unit: int = 1,
     each: torch.Tensor | None = None,
+    logs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with Q <= 8 new queries to `kept` rows of an index and then to the rows from `start`.
 
@@ -109,10 +110,11 @@ def attend(
     float32 of at least `part_floats` elements, or None, which allocates. stop: rows that there are.
     unit: rows in turn that an entry of the index stands for, from that many times it on; `kept`
     counts rows. each: int64, contiguous, one of each head of the index: how many of its first rows
-    a head reads, `kept` being the most; None: all do. narrow: out is rounded to q's dtype. Returns
-    (out [Q, H, D], lse [Q, H]), float32, both with the sinks; a query that sees nothing gets 0 and
-    -inf. Mutates logits and parts. Raises ValueError for a dtype that this build lacks, MemoryError
-    where its queries find no room.
+    a head reads, `kept` being the most; None: all do. logs: float32, contiguous, of at least as
+    many elements as rows are read, added to their logits in the order of reading; None: nothing is.
+    narrow: out is rounded to q's dtype. Returns (out [Q, H, D], lse [Q, H]), float32, both with the
+    sinks; a query that sees nothing gets 0 and -inf. Mutates logits and parts. Raises ValueError
+    for a dtype that this build lacks, MemoryError where its queries find no room.
     """
     queries, heads, dim = q.shape
     kv_heads, size, rows = len(k), k.element_size(), k.shape[1] if stop is None else stop
@@ -129,6 +131,8 @@ def attend(
     lse = torch.empty(units, queries * group)
     parts = _room(parts, units, queries * group, dim, visited)
     lengths = None if each is None else each + (rows - start)
+    # the kernel counts them from the run's first row, which is not row 0
+    added = None if logs is None else logs.data_ptr() - start * logs.element_size()
     call = _Call(
         folded.data_ptr(), k.data_ptr(), v.data_ptr(),
         k.stride(0) * size, k.stride(1) * size, v.stride(0) * size, v.stride(1) * size,
@@ -136,7 +140,7 @@ def attend(
         0 if index is None or len(index) == 1 else index.stride(0),
         out.data_ptr(), lse.data_ptr(), parts.data_ptr(),
         None if logits is None else logits.data_ptr(), visited, None,
-        None if lengths is None else lengths.data_ptr(), None, units, queries, group, dim, kept,
+        None if lengths is None else lengths.data_ptr(), added, units, queries, group, dim, kept,
         start, visited, SPLIT, torch.get_num_threads(), units // kv_heads, scale, softmax.cap, unit,
     )  # fmt: skip
     if alike:
@@ -231,6 +235,7 @@ def attend_chosen(
     softmax: Softmax = PLAIN,
     parts: torch.Tensor | None = None,
     unit: int = 1,
+    logs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_sparse` (kernels/attention/sparse.py), arguments as there: chosen rows are read where
     they lie. parts, unit: as in `attend`; counts are of entries. Returns out [B, Q, H, D] in
@@ -242,9 +247,15 @@ def attend_chosen(
     for b, (kept, start, n) in enumerate(sizes):
         some = q[b], k[b], v[b], scale, index[b] if kept else None, kept * unit, start
         each = counts[b].long() * unit if by_head and kept else None
-        out, _ = attend(*some, None, softmax, parts, True, n, unit, each)
+        own = None if logs is None or not kept else _with_tail(logs[b, :kept], n - start)
+        out, _ = attend(*some, None, softmax, parts, True, n, unit, each, own)
         found.append(out)
     return found[0][None] if len(found) == 1 else torch.stack(found)
+
+
+def _with_tail(logs: torch.Tensor, tail: int) -> torch.Tensor:
+    """Logs [kept] of chosen rows and 0 of each of the tail's."""
+    return torch.cat([logs, logs.new_zeros(tail)])
 
 
 def attend_scored_natively(
@@ -393,6 +404,7 @@ def _attention() -> Iterator[Case]:
             expected, _ = attend_alone(wide_q[1:, head : head + 1], *some, [9], 0.125)
             yield f"a head's own rows in {dtype}", found[:, head : head + 1], expected, dtype
         yield _different_counts(q, k, v)
+        yield _weighted_choice(q, k, v)
         tables = torch.tensor([[7, 300], [290, 33]])
         own = attend_own_rows(
             q[None, 1:], k.flatten(0, 1), v.flatten(0, 1), tables[0], tables[1], 290, 0.125
@@ -419,6 +431,19 @@ def _different_counts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Case
         expected.append(attend_alone(own, own_k, own_v, seen, 0.125)[0])
     name = f"heads that choose different counts in {q.dtype}"
     return name, found, torch.cat(expected, 1), q.dtype
+
+
+def _weighted_choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Case:
+    """Chosen rows that count 1, 2 and 3 times, past a block's end, and a tail."""
+    times = torch.arange(265) % 3 + 1
+    counts, start, stop = (torch.tensor([n]) for n in (265, 290, 300))
+    lists = torch.arange(10, 275, dtype=torch.int32)[None, None]
+    given = lists, counts, start, stop, 0.125
+    found = attend_chosen(q[None], k[None], v[None], *given, logs=times.float().log()[None])[0]
+    rows = torch.cat([lists[0, 0].repeat_interleave(times), torch.arange(290, 300)]).long()
+    seen = [len(rows) - 1, len(rows)]
+    expected, _ = attend_alone(q.float(), k[:, rows].float(), v[:, rows].float(), seen, 0.125)
+    return f"chosen rows that count several times in {k.dtype}", found, expected, q.dtype
 
 
 def _weighted_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[Case]:

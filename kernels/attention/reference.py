@@ -66,6 +66,7 @@ def attend_alone(
     scale: float,
     scores: bool = False,
     softmax: Softmax = PLAIN,
+    logs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend as `attend` does, one query after the other, each to its own rows: a query gets the
     same bits however many others go with it.
@@ -74,8 +75,9 @@ def attend_alone(
     """
     out, logits = torch.empty_like(q), None
     for j, n in enumerate(int(rows) for rows in visible):
+        mine = None if logs is None else logs[:n]
         out[j : j + 1], logits = attend(
-            q[j : j + 1], k[:, :n], v[:, :n], [n], scale, scores, softmax
+            q[j : j + 1], k[:, :n], v[:, :n], [n], scale, scores, softmax, mine
         )
     return out, logits
 

@@ -50,6 +50,7 @@ def decode_sparse_ref(
     lengths: torch.Tensor,
     scale: float,
     softmax: Softmax = PLAIN,
+    logs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of `decode_sparse`, same arguments; gathers the chosen rows in ascending order,
     then the tail, then attends.
@@ -65,12 +66,14 @@ def decode_sparse_ref(
     for b in range(batch):
         n, start, kept = int(lengths[b]), int(tail_start[b]), int(counts[b])
         visible = [kept + n - start - (queries - 1 - j) for j in range(queries)]
+        own = _with_tail(logs, b, kept, n - start)
         if index.shape[1] == 1:
             chosen = index[b, 0, :kept].long()
             rows_k, rows_v = (
                 torch.cat([t[b].index_select(1, chosen), t[b, :, start:n]], dim=1) for t in (k, v)
             )
-            out[b], _ = attend_alone(q[b], rows_k, rows_v, visible, scale, softmax=softmax)
+            given = visible, scale, False, softmax, own
+            out[b], _ = attend_alone(q[b], rows_k, rows_v, *given)
             continue
         for h in range(kv_heads):
             chosen = index[b, h, :kept].long()
@@ -85,8 +88,14 @@ def decode_sparse_ref(
                 visible,
                 scale,
                 softmax=softmax.of_heads(heads_of),
+                logs=own,
             )
     return out
+
+
+def _with_tail(logs: torch.Tensor | None, b: int, kept: int, tail: int) -> torch.Tensor | None:
+    """A sequence's logs of chosen rows, and 0 of each of the tail's."""
+    return None if logs is None else torch.cat([logs[b, :kept], logs.new_zeros(tail)])
 
 
 def decode_sparse(
@@ -101,6 +110,7 @@ def decode_sparse(
     scratch: Scratch | None = None,
     backend: str = "auto",
     softmax: Softmax = PLAIN,
+    logs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with Q <= 8 new queries to the rows of `index` and the rows tail_start .. lengths-1.
 
@@ -109,9 +119,11 @@ def decode_sparse(
     rest is ignored; counts [B] int32, or [B, Hkv] contiguous beside an index of as many heads, of
     which each has its own number of entries; tail_start, lengths [B] int32: lengths counts the rows
     visible to the LAST query (query j sees Q-1-j fewer of the tail). scratch: None allocates.
-    softmax: a cap on logits, and sinks. Visits rows in ascending order. Returns out [B, Q, H, D] in
-    q.dtype. Mutates scratch. Raises ValueError for an unknown backend, counts of other heads than
-    the index has, or too small a scratch.
+    softmax: a cap on logits, and sinks. logs: float32 [B, K], contiguous, added to the logits of
+    the index's entries beside counts [B]: the log of how many rows one stands for; None: each
+    stands for itself. Visits rows in ascending order. Returns out [B, Q, H, D] in q.dtype. Mutates
+    scratch. Raises ValueError for an unknown backend, counts of other heads than the index has,
+    logs of another shape, or too small a scratch.
     """
     if counts.dim() == 2 and counts.shape[1] != index.shape[1]:
         raise ValueError(
@@ -120,19 +132,25 @@ def decode_sparse(
         )
     if counts.dim() == 2 and counts.shape[1] == 1:
         counts = counts[:, 0].contiguous()
+    if logs is not None and (counts.dim() == 2 or logs.shape != index.shape[::2]):
+        raise ValueError(
+            f"decode_sparse: found logs {tuple(logs.shape)} beside an index {tuple(index.shape)} "
+            f"and counts {tuple(counts.shape)}, expected one for each entry, and one count"
+        )
     chosen = choose(backend, q, lambda: attends(k, v, q.shape[3]))
     if chosen == "native":
         parts = None if scratch is None else scratch.part
-        return attend_chosen(q, k, v, index, counts, tail_start, lengths, scale, softmax, parts)
+        given = index, counts, tail_start, lengths, scale, softmax, parts
+        return attend_chosen(q, k, v, *given, logs=logs)
     if chosen == "triton":
         return decode_sparse_triton(
-            q, k, v, index, counts, tail_start, lengths, scale, scratch, softmax
+            q, k, v, index, counts, tail_start, lengths, scale, scratch, softmax, logs
         )
     if chosen == "cpu":
         return decode_sparse_cpu(
-            q, k, v, index, counts, tail_start, lengths, scale, scratch, softmax
+            q, k, v, index, counts, tail_start, lengths, scale, scratch, softmax, logs
         )
-    return decode_sparse_ref(q, k, v, index, counts, tail_start, lengths, scale, softmax)
+    return decode_sparse_ref(q, k, v, index, counts, tail_start, lengths, scale, softmax, logs)
 
 
 def decode_sparse_cpu(
@@ -146,6 +164,7 @@ def decode_sparse_cpu(
     scale: float,
     scratch: Scratch | None = None,
     softmax: Softmax = PLAIN,
+    logs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_sparse` on CPU tensors, same arguments.
 
@@ -186,7 +205,8 @@ def decode_sparse_cpu(
                     at = index[b, h % index.shape[1], :kept]
                     torch.index_select(bank[h], 0, at, out=found[h, :kept])
                     found[h, kept:].copy_(bank[h, start:n])
-        out[b], _ = attend_sequence(q[b], rows_k, rows_v, scale, blocks, softmax)
+        own = _with_tail(logs, b, kept, n - start)
+        out[b], _ = attend_sequence(q[b], rows_k, rows_v, scale, blocks, softmax, own)
     return out
 
 
@@ -232,6 +252,7 @@ def sparse_kernel(
     counts,
     tail_start,
     lengths,
+    logs,
     part,
     lse,
     chunk_part,
@@ -252,6 +273,7 @@ def sparse_kernel(
     svt,
     sib,
     sih,
+    slb,
     kv_heads,
     queries,
     EACH: tl.constexpr,
@@ -262,6 +284,7 @@ def sparse_kernel(
     DP: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
+    LOGS: tl.constexpr,
     CAP: tl.constexpr,
     SINKS: tl.constexpr,
     MERGES: tl.constexpr,
@@ -271,7 +294,8 @@ def sparse_kernel(
 ):
     """Attend to one split of the visited rows (chosen, then tail) under one kv head.
 
-    Grid as in `dense_kernel`. EACH: whether every head has a count of its own. The bank rows of a
+    Grid as in `dense_kernel`. EACH: whether every head has a count of its own. LOGS: whether `logs`
+    are added to what is chosen. The bank rows of a
     tile are known one iteration ahead (loop-carried): only then does the compiler pipeline the K
     and V loads.
     """
@@ -294,6 +318,8 @@ def sparse_kernel(
         k += wide * skb + h.to(tl.int64) * skh
         v += wide * svb + h.to(tl.int64) * svh
         index += wide * sib + h.to(tl.int64) * sih
+        if LOGS:
+            logs += wide * slb
         d = columns(k, D, DP)
         rows = step_queries(q + wide * sqb, place, live, d, k, scale, D)
         like = tl.zeros([1], out.dtype.element_ty)
@@ -307,6 +333,8 @@ def sparse_kernel(
             values = load_values(v, row, svt, d, t < stop, like, D, False)
             scores = step_logits(rows, k_tile, k, scale)
             scores = capped(scaled_logits(scores, k, row, skt, t < stop, D), CAP)
+            if LOGS:
+                scores += tl.load(logs + t, mask=t < tl.minimum(kept, stop), other=0.0)[None, :]
             scores = tl.where(t[None, :] < tl.minimum(limit, stop)[:, None], scores, float("-inf"))
             m, total, acc = softmax_tile(
                 scores, values, v, row, svt, t < stop, m, total, acc, like, D
@@ -345,6 +373,7 @@ def decode_sparse_triton(
     scale: float,
     scratch: Scratch | None = None,
     softmax: Softmax = PLAIN,
+    logs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`decode_sparse` by the Triton kernels of this file, same arguments.
 
@@ -378,6 +407,7 @@ def decode_sparse_triton(
         counts,
         tail_start,
         lengths,
+        scratch.lse if logs is None else logs,
         *scratch.partial(out),
         softmax.pointer(scratch.lse),
         scale,
@@ -386,11 +416,13 @@ def decode_sparse_triton(
         *v.stride()[:3],
         index.stride(0),
         index.stride(1) if index.shape[1] > 1 else 0,
+        0 if logs is None else logs.stride(0),
         kv_heads,
         queries,
         EACH=counts.dim() == 2,
         SPLIT=split,
         BLOCK=block,
+        LOGS=logs is not None,
         **softmax.launch(),
         **merging(scratch, batch, tiles, splits, SPARSE_CHUNK, head_dim),
         **config.launch(group, head_dim),

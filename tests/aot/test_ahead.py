@@ -271,6 +271,16 @@ def test_a_gpus_plan_says_what_its_card_is(monkeypatch):
     assert Planner("tiny", session_config(**SHAPE), plain).first_answer() is None
 
 
+def test_a_residuals_step_is_compiled_with_its_weights(monkeypatch):
+    gpu = FakeGPU(monkeypatch, cards=1)
+    gpu.processors, gpu.capability = 48, (12, 1)
+    method = replace(METHOD, residual="sample")
+    options = Options.of(dict(device="cuda", dtype="bfloat16", max_context=4096, method=method))
+    found = launches(Planner("tiny", session_config(**SHAPE), options).first_answer())
+    (sparse,) = [x for x in found if x.function.__name__ == "sparse_kernel"]
+    assert sparse.arguments["LOGS"]
+
+
 def test_a_cpu_has_nothing_to_compile(monkeypatch):
     assert made(monkeypatch).planner.first_answer() is None  # no card
 

@@ -47,7 +47,9 @@ def test_dense_and_sparse(dtype, head_dim, group, queries):
     shape = dict(group=group, queries=queries, head_dim=head_dim, dtype=dtype, layout=layout)
     check_dense("cuda", "triton", [1, 64, 513, 2039], kind="softmax", **shape)
     check_dense("cuda", "triton", [700], kind="raw", **shape)
-    check_sparse("cuda", "triton", [0, 33, 1000], [5, 64, 300], per_head=group == 4, **shape)
+    for times in (False, True):
+        shape |= dict(per_head=group == 4, times=times)
+        check_sparse("cuda", "triton", [0, 33, 1000], [8, 64, 300], **shape)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

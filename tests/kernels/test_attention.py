@@ -89,6 +89,18 @@ def test_sparse(counts, tails, shape):
     check_sparse("cpu", "triton", counts, tails, **shape)
 
 
+@pytest.mark.parametrize(
+    "counts, tails, shape",
+    [
+        ([1, 0], [1, 3], dict(group=1, head_dim=32)),
+        ([65, 3], [20, 3], dict(group=8, queries=3, dtype=BF16, head_dim=32)),
+        ([300], [70], dict(kv_heads=1, head_dim=16, budget=317, per_head=True)),
+    ],
+)
+def test_chosen_rows_that_count_several_times(counts, tails, shape):
+    check_sparse("cpu", "triton", counts, tails, **shape, times=True)
+
+
 @pytest.mark.parametrize("sms", [8, 48, 132, 160])
 def test_sparse_on_cards_of_any_size(sms):
     """Boards have 8 SMs (Jetson Orin Nano) or 48 (DGX Spark): their splits are longer, and scratch

@@ -67,6 +67,32 @@ def test_heads_that_choose_different_counts(backend, counts, tail, group, querie
     check_sparse("cpu", backend, [list(some) for some in counts], tails, *shape)
 
 
+@pytest.mark.parametrize("backend", ["auto", "cpu", "reference"])
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    counts=st.lists(st.sampled_from(SEAMS), min_size=1, max_size=2),
+    tail=st.sampled_from([1, 255]),
+    group=st.sampled_from([1, 4, 8]),
+    queries=st.sampled_from([1, 3]),
+    dtype=st.sampled_from(DTYPES),
+    per_head=st.booleans(),
+)
+def test_chosen_rows_that_count_several_times(
+    backend, counts, tail, group, queries, dtype, per_head
+):
+    tails = [max(tail, queries)] * len(counts)
+    shape = 2, group, queries, 32, dtype, "tokens", per_head
+    check_sparse("cpu", backend, counts, tails, *shape, times=True)
+
+
+def test_logs_that_do_not_fit_an_index_are_refused():
+    q, k = torch.randn(1, 1, 4, 16), torch.randn(1, 2, 9, 16)
+    index, one = torch.zeros(1, 2, 3, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    for counts, width in ((one, 2), (torch.ones(1, 2, dtype=torch.int32), 3)):
+        with pytest.raises(ValueError, match=r"logs \(1, [23]\) beside an index \(1, 2, 3\)"):
+            decode_sparse(q, k, k, index, counts, one, one, 0.25, logs=torch.zeros(1, width))
+
+
 def test_counts_of_other_heads_are_refused():
     q, k = torch.randn(1, 1, 4, 16), torch.randn(1, 2, 9, 16)
     index, one = torch.zeros(1, 1, 3, dtype=torch.int32), torch.ones(1, dtype=torch.int32)

@@ -117,7 +117,9 @@ def call(case: Case) -> None:
     if case.launcher in ("sparse", "apart"):
         k, v = by_token(case, CAPACITY)
         index, one = meta(1, 1, BUDGET), meta(1)
-        decode_sparse(q, k, v, index, one, one, one, scale, scratch, "triton", softmax)
+        weights = (None,) if softmax is not PLAIN else (None, meta(1, BUDGET, dtype=torch.float32))
+        for logs in weights:
+            decode_sparse(q, k, v, index, one, one, one, scale, scratch, "triton", softmax, logs)
         if case.launcher == "sparse":
             return
     if case.launcher == "lists":

@@ -34,7 +34,7 @@ class OmniKVOne(OmniKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _refuse(self, "sink", "official", "prefill_ratio")
+        _refuse(self, "sink", "official", "prefill_ratio", "residual")
 
     @property
     def name(self) -> str:

@@ -19,6 +19,7 @@ from engine.methods.full import Full
 from engine.methods.omnikv.official import OfficialRuntime
 from engine.methods.omnikv.prefill import AT_ONCE
 from engine.methods.omnikv.prompt_rows import read_by_blocks, rows_over_link
+from engine.methods.omnikv.residual import ResidualRuntime
 from engine.methods.omnikv.runtime import OmniKVRuntime
 from engine.methods.omnikv.settings import Settings
 from engine.model.config.config import ModelConfig
@@ -34,6 +35,14 @@ class OmniKV(Settings):
     """OmniKV, with the fields of `Settings`."""
 
     full_prompts = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.residual != "none" and type(self).runtime is not OmniKV.runtime:
+            raise SettingError(
+                f"residual: found {self.residual!r}, but {self.name} chooses its own way and "
+                "estimates nothing; leave it out, or use omnikv"
+            )
 
     @property
     def cannot_draft(self) -> str:
@@ -55,16 +64,21 @@ class OmniKV(Settings):
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         """Device bytes: scores (4 B a token, and 4 B for every block that prefill_ratio scores at
-        once) and one row of indices per group.
+        once) and one row of indices per group; with a residual also two numbers a token, a row of
+        weights per group and the tokens that are drawn.
         """
         forced = self.window if self.official else 0
         selected = 0
         if plan.sparse_layers:
             selected = max(1, min(capacity, self.budget(plan, capacity) + forced))
         scores = 4 * capacity * (1 + AT_ONCE if self.prefill_ratio else 1)
+        rows = len(plan.groups)
+        if self.residual != "none":
+            scores += 8 * capacity + 4 * self.drawn(selected)
+            rows *= 2
         return Needs(
             selected=selected,
-            device_bytes=scores + 4 * selected * len(plan.groups) if selected else 0,
+            device_bytes=scores + 4 * selected * rows if selected else 0,
             window=0 if self.selector == "last" else self.window,
             prompt_rows=self._prompt_rows,
             tail=self.tail,
@@ -205,4 +219,6 @@ class OmniKV(Settings):
             )
 
     def runtime(self, setup: Setup) -> Runtime:
+        if self.residual != "none":
+            return ResidualRuntime(self, setup)
         return OfficialRuntime(self, setup) if self.official else OmniKVRuntime(self, setup)

@@ -108,19 +108,7 @@ class OmniKVRuntime(Runtime):
 
     def attend_sparse(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Attention over the group's selection and the tail."""
-        group = self._group(layer)
-        rows = step.bank.selected(
-            layer,
-            self.index[group],
-            self.counts[group],
-            self.tail_start(step),
-            step,
-            self.needs.fetches,
-        )
-        scratch, softmax = self.setup.scratch, self.softmax[layer]
-        return decode_sparse(
-            q, *rows, self.scale, scratch=scratch, backend=self.setup.backend, softmax=softmax
-        )
+        return self._over(layer, self._group(layer), q, step, self.tail_start(step))
 
     def attend_kept(
         self, layer: int, q: torch.Tensor, step: Step, tail_start: torch.Tensor
@@ -128,14 +116,28 @@ class OmniKVRuntime(Runtime):
         """Every layer, the filter layers too, reads the selection of its group, or of the nearest
         one below, and the tail.
         """
-        group = self.plan.kept_group(layer)
+        return self._over(layer, self.plan.kept_group(layer), q, step, tail_start)
+
+    def _over(
+        self, layer: int, group: int, q: torch.Tensor, step: Step, tail_start: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention over a group's selection and the tail."""
         rows = step.bank.selected(
             layer, self.index[group], self.counts[group], tail_start, step, self.needs.fetches
         )
-        scratch, softmax = self.setup.scratch, self.softmax[layer]
         return decode_sparse(
-            q, *rows, self.scale, scratch=scratch, backend=self.setup.backend, softmax=softmax
+            q,
+            *rows,
+            self.scale,
+            scratch=self.setup.scratch,
+            backend=self.setup.backend,
+            softmax=self.softmax[layer],
+            logs=self.weights(group),
         )
+
+    def weights(self, group: int) -> torch.Tensor | None:
+        """What is added to the logits of a group's selection, float32 [B, K]; None: nothing."""
+        return None
 
     def kept_rows(self, n: int) -> list[int]:
         """Of all layers what a sparse one reads, or a window; the tail may be up to 8 tokens

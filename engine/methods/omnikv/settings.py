@@ -41,7 +41,10 @@ class Settings(Method):
     the prompt's last `prefill_dense_end` tokens are read densely. dense_layers: "block_sparse"
     makes FULL and WAIT layers read, in prefill, only the key blocks that carry `dense_mass` of the
     attention, estimated from the means of `dense_stride` tokens
-    (engine/methods/omnikv/block_sparse.py).
+    (engine/methods/omnikv/block_sparse.py). residual: what becomes of what is not chosen:
+    "none" | "sample": `residual_share` of the budget is drawn by chance from it, and stands for all
+    of it | "unweighted": drawn, but stands for itself (engine/methods/omnikv/residual.py).
+    residual_seed: of the draw, which depends on the step's position and the group beside it.
     """
 
     named = False
@@ -65,6 +68,9 @@ class Settings(Method):
     dense_layers: str = "dense"
     dense_mass: float = 0.9
     dense_stride: int = 8
+    residual: str = "none"
+    residual_share: float = 0.25
+    residual_seed: int = 0
 
     def __post_init__(self) -> None:
         if self.filter_layers is not None:
@@ -76,6 +82,7 @@ class Settings(Method):
         _validate_budget(self)
         _validate_selection(self)
         _validate_prefill(self)
+        _validate_residual(self)
         if self.official:
             _validate_official(self)
 
@@ -116,6 +123,10 @@ class Settings(Method):
         if share is None:
             return DEFAULT_TOKENS if self.tokens is None else self.tokens
         return max(0 if self.official else 1, math.floor(share * length))
+
+    def drawn(self, k: int) -> int:
+        """Of k tokens that a sparse layer reads before the tail, those that chance draws."""
+        return 0 if self.residual == "none" else math.floor(self.residual_share * k)
 
 
 def _filters(value: Sequence[int]) -> tuple[int, ...]:
@@ -167,6 +178,26 @@ def _validate_prefill(method: Settings) -> None:
     one_of("dense_layers", method.dense_layers, ("dense", "block_sparse"))
     one_of("dense_stride", method.dense_stride, (4, 8, 16, 32))
     fraction("dense_mass", method.dense_mass)
+
+
+def _validate_residual(method: Settings) -> None:
+    one_of("residual", method.residual, ("none", "sample", "unweighted"))
+    fraction("residual_share", method.residual_share)
+    integer("residual_seed", method.residual_seed, 0)
+    if method.residual == "none":
+        return
+    if method.residual_share == 1:
+        raise SettingError("residual_share: found 1, expected less: filter layers choose the rest")
+    if method.official:
+        raise SettingError(
+            "residual: the published code estimates nothing; leave it out with official=True"
+        )
+    if method.tokens is not None and method.sink > method.tokens - method.drawn(method.tokens):
+        raise SettingError(
+            f"sink: found {method.sink}, expected at most the "
+            f"{method.tokens - method.drawn(method.tokens)} tokens that residual_share="
+            f"{method.residual_share:g} leaves of {method.tokens}"
+        )
 
 
 def _validate_official(method: Settings) -> None:

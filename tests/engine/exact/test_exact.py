@@ -4,6 +4,8 @@ Stops: a draft that sees its future or is kept unverified, rows of a draft left 
 sampler that a draft has moved, a rejected draft that shows.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -39,6 +41,7 @@ METHODS = {
     "tidal": TidalDecode(tokens=24, select_layer=1),
     "tidal-all": TidalDecode(tokens=24, select_layer=1, gqa_reduce="all"),
     "kascade": Kascade(tokens=24, anchors=(0, 2)),
+    "residual": replace(OMNIKV, residual="sample"),
     "heads": OmniKVHeads(filter_layers=(1,), tokens=24, tail=64, dense_below=0),
     "pod": PodUntrained(blocks=(0, 2), first=4, recent=64, forget=False),
 }

@@ -262,6 +262,17 @@ ROWS = (
         selects=True,
     ),
     Row(
+        "omnikv_residual",
+        OmniKV(residual="sample", **EVERYTHING),
+        (
+            OmniKV(residual="sample", sink=4, **SPARSE),
+            OmniKV(residual="sample", residual_share=0.5, **SPARSE | dict(tokens=None, share=0.1)),
+            OmniKV(residual="unweighted", **SPARSE),
+        ),
+        shared_rows,
+        selects=True,
+    ),
+    Row(
         "omnikv_uniform",
         OmniKV(selector="uniform", **EVERYTHING),
         (OmniKV(selector="uniform", **SPARSE),),

@@ -250,11 +250,13 @@ def check_sparse(
     budget: int | None = None,
     gap: int = 50,
     seed: int = 0,
+    times: bool = False,
 ) -> torch.Tensor:
     """Check decode_sparse; K and V that are neither chosen nor in the tail are NaN. Returns out.
 
     counts, tails: chosen rows and tail rows of each sequence, of a list of counts one for each K/V
-    head; gap: rows before the tail that are not chosen.
+    head; gap: rows before the tail that are not chosen; times: whether the entries of a list count
+    1, 2, 3, 1, ... times, by logs.
     """
     apart = not isinstance(counts[0], int)
     by_head = [count if apart else [count] * kv_heads for count in counts]
@@ -279,6 +281,8 @@ def check_sparse(
             rows = torch.randperm(starts[b], generator=generator)[:count].sort().values
             index[b, h, :count] = rows
     index = index.to(device)
+    often = (torch.arange(budget, device=device) % 3 if times else index.new_zeros(budget)) + 1
+    logs = often.float().log().repeat(batch, 1) if times else None
     chosen = []
     for b in range(batch):
         tail = torch.arange(starts[b], lengths[b], device=device)
@@ -287,6 +291,7 @@ def check_sparse(
             keep = torch.zeros(k.shape[2], dtype=torch.bool, device=device)
             keep[take] = True
             k[b, h, ~keep] = v[b, h, ~keep] = math.nan
+            take = torch.cat([take[:count].repeat_interleave(often[:count]), tail])
             chosen.append((k[b, h, None, take], v[b, h, None, take]))
     out = decode_sparse(
         q,
@@ -298,9 +303,11 @@ def check_sparse(
         ints(lengths, device),
         scale,
         backend=backend,
+        logs=logs,
     )
     for b in range(batch):
         for h, count in enumerate(by_head[b]):
+            count = int(often[:count].sum())
             visible = [count + tails[b] - (queries - 1 - j) for j in range(queries)]
             mine = slice(h * group, (h + 1) * group)
             what = f"out of sequence {b}, head {h}"

@@ -171,14 +171,6 @@ class HeadsRuntime(OmniKVRuntime):
         """Queries [B, Q, H, D] as sequences of K/V heads: [B * Hkv, Q, G, D]."""
         return q.unflatten(2, (self.lists, -1)).transpose(1, 2).flatten(0, 1).contiguous()
 
-    def attend_sparse(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
-        return self._over(layer, self._group(layer), q, step, self.tail_start(step))
-
-    def attend_kept(
-        self, layer: int, q: torch.Tensor, step: Step, tail_start: torch.Tensor
-    ) -> torch.Tensor:
-        return self._over(layer, self.plan.kept_group(layer), q, step, tail_start)
-
     def _over(
         self, layer: int, group: int, q: torch.Tensor, step: Step, tail_start: torch.Tensor
     ) -> torch.Tensor:
