@@ -5,6 +5,8 @@ Thin over engine/session/check.py, engine/evidence/sources.py and engine/evidenc
 
 from __future__ import annotations
 
+import dataclasses
+
 from engine.base.errors import UsageError
 from engine.base.figures import brief, count, human
 from engine.chat.talk.chat import Chat
@@ -66,6 +68,19 @@ def waits(session: Session) -> str:
     return f"sparse from {start:,} tokens on; this context has {len(session):,}"
 
 
+def covers(session: Session) -> str:
+    """That a step of a session's method may read as many tokens as there are, with both numbers;
+    "" where it leaves some out.
+    """
+    sparse, n = session.plan.sparse_layers, len(session)
+    if not sparse or isinstance(session.method, Exact):
+        return ""
+    rows = session.runner.rows_read(n, True)
+    if any(rows[layer] < n for layer in sparse):
+        return ""
+    return f"its budget covers all {n:,} tokens of this context, and leaves none out"
+
+
 def _nothing_sparse(chat: Chat) -> str:
     """Why no step of this session is sparse, and the command that changes it; "" where one is."""
     session = chat.conversation.session
@@ -76,7 +91,18 @@ def _nothing_sparse(chat: Chat) -> str:
         return f"{name} {reads}; {begin}"
     if session.bank.forgets:
         return f"{name} has freed rows that full attention would read"
-    return f"{name} is {found}; {CHOOSES}" if (found := waits(session)) else ""
+    if found := waits(session):
+        return f"{name} is {found}; {CHOOSES}"
+    return f"{name}: {found}; {_fewer(session)}" if (found := covers(session)) else ""
+
+
+def _fewer(session: Session) -> str:
+    """The command that has a session's method read less than everything."""
+    fields = {field.name for field in dataclasses.fields(session.method)}
+    if "tokens" not in fields:
+        return CHOOSES
+    more = " dense_below=0" if "dense_below" in fields else ""
+    return f"/method {session.method.name} tokens={max(1, len(session) // 8)}{more} chooses"
 
 
 # ---------------------------------------------------------------- --watch
@@ -117,9 +143,12 @@ def run_sources(chat: Chat, rest: str) -> None:
     found = conversation.sources(int(rest or 5))
     if not found:
         alike = len(conversation.sources(len(conversation.ends)))
+        why = covers(conversation.session)
+        name = conversation.session.method.name
+        why = f"{name}: {why}" if why else f"{name} does not rank them"
         display.line(
-            f"the last answer read {alike:,} passages, all equally: "
-            f"{conversation.session.method.name} does not rank them ({CHOOSES})"
+            f"the last answer read {alike:,} passages, all equally: {why} "
+            f"({_fewer(conversation.session) if covers(conversation.session) else CHOOSES})"
             if alike
             else "the last answer chose no passage of the documents"
         )

@@ -24,3 +24,5 @@ def introduce(planner: Planner, display: Display) -> None:
     )
     if note := start_note(planner):
         display.note(note)
+    if plan.covered:
+        display.note(plan.covered)

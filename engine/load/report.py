@@ -143,6 +143,19 @@ class Plan:
         why = "keeps no bank" if self.forgets else "keeps its bank on the device"
         return f"{self.method.name} {why}: offload=host has no effect"
 
+    @property
+    def covered(self) -> str:
+        """One line where the method's budget leaves nothing of the context out, else ""."""
+        if self.forever or not 0 < self.max_context <= self.budget:
+            return ""
+        if not self.layers.partial_layers:
+            return ""
+        drops = "chooses" if self.layers.sparse_layers else "drops"
+        return (
+            f"{self.method.name} {drops} nothing: its budget covers the whole context of "
+            f"{self.max_context:,} tokens; give it fewer tokens, or a longer context"
+        )
+
     def bytes_of(self, name: str) -> int:
         """Return the bytes of one item."""
         return next(size for item, size, _ in self.items if item == name)
@@ -242,6 +255,8 @@ class Plan:
                 f"kernels   torch's operators ({self.kernels}); with a C++ compiler, such as g++, "
                 f"attention reads K and V two to five times as fast"
             )
+        if self.covered:
+            lines.append(self.covered)
         if self.note:
             lines.append(self.note)
         return "\n".join(lines)

@@ -62,11 +62,17 @@ class InfLLM(Method):
             ("init", 0, None),
             ("local", 1, None),
             ("topk", 1, None),
-            ("chunk", 1, self.local),
+            ("chunk", 1, None),
             ("representatives", 1, self.block),
             ("cached", self.topk, None),
         ):
             integer(name, getattr(self, name), least, most)
+        if self.chunk > self.local:
+            raise SettingError(
+                f"local: found {self.local}, expected at least infllm's chunk of {self.chunk} "
+                "queries that are read together; give it a smaller chunk too "
+                f"(--set chunk={self.local})"
+            )
         if self.blocks is not None:
             integer("blocks", self.blocks, self.topk)
 

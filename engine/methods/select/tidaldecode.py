@@ -54,6 +54,12 @@ class TidalDecode(Budgeted):
         because nothing is loaded.
         """
         layers, correction = config.num_layers, self.correction_layer
+        # a model too shallow for the default chooses nowhere
+        if self.select_layer >= layers and self.select_layer != TidalDecode.select_layer:
+            raise SettingError(
+                f"select_layer: found {self.select_layer}, expected at most {layers - 1} "
+                f"(the model has {layers} layers)"
+            )
         if correction is not None and correction >= layers:
             raise SettingError(
                 f"correction_layer: found {correction}, expected at most {layers - 1} "

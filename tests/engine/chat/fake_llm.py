@@ -121,6 +121,7 @@ class FakePlan:
     items: tuple = (("weights", 1000, ""), ("context bank", 640, ""))
     note: str = ""
     unheeded: str = ""
+    covered: str = ""
     forever: bool = False
 
     @property

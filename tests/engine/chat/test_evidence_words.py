@@ -67,9 +67,33 @@ def test_a_change_says_what_going_on_with_another_method_will_cost(said):
 def test_pages_that_tie_are_not_ranked(said, tmp_path):
     path = tmp_path / "read.html"
     err = said("/method quest", ASKED, "/sources", f"/sources {path}")
-    assert "quest does not rank them" in err and "% of" not in err
+    assert "quest: its budget covers all 1,605 tokens of this context" in err and "% of" not in err
     assert "read all its passages equally, so that the page shows none" in err
     assert '"totals": [0.0, 0.0' in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "times"), [("quest", "", 2), ("omnikv", " dense_below=0", 1)]
+)
+def test_a_budget_that_leaves_nothing_out_is_said_with_a_command_that_chooses(
+    said, name, more, times
+):
+    """Not "does not rank", and no comparison of full attention with itself; OmniKV ranks still."""
+    told = "its budget covers all 1,605 tokens of this context, and leaves none out"
+    word = f"/method {name} tokens=200{more}"
+    lines = [f"/method {name} tokens=2048{more}", ASKED, "/sources", "/check 2", word, ASKED]
+    err = said(*lines, "/sources", "/check 2")
+    assert err.count(told) == err.count(f"{word} chooses") == times and "does not rank" not in err
+    assert err.count("checked 2 steps") == 1
+    assert err.count("% of all that are shown") == 3 - times
+
+
+@pytest.mark.parametrize(("name", "does"), [("quest", "chooses"), ("snapkv", "drops")])
+def test_a_budget_above_the_context_is_said_once_before_anything_is_read(name, does, capsys):
+    given = ["--method", name, "--ctx", "4096", "--plan", "--tokens"]
+    told = f"{name} {does} nothing: its budget covers the whole context of 4,096 tokens; give it"
+    assert main([*given, "8000"]) == 0 and capsys.readouterr().out.count(told) == 1
+    assert main([*given, "4095"]) == 0 and told not in capsys.readouterr().out
 
 
 def test_drafts_that_were_looked_up_are_said_to_be(said):

@@ -246,7 +246,8 @@ def test_it_reads_its_own_prompts():
     ("bad", "word"),
     [
         (dict(block=0), "block"),
-        (dict(chunk=5000), "chunk"),
+        (dict(chunk=5000), "local"),
+        (dict(local=256), "local"),
         (dict(cached=15), "cached"),
         (dict(representatives=129), "representatives"),
         (dict(local=True), "local"),

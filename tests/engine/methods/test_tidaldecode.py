@@ -194,3 +194,5 @@ def test_bad_settings_are_named(bad, words):
 def test_a_correction_layer_beyond_the_model_is_named():
     with pytest.raises(SettingError, match="the model has 8 layers"):
         TidalDecode(correction_layer=8).plan(CONFIG)
+    with pytest.raises(SettingError, match="select_layer: found 8, expected at most 7"):
+        TidalDecode(select_layer=8).plan(CONFIG)
