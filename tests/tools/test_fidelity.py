@@ -15,8 +15,12 @@ import torch
 from engine import LLM, Full
 from tools.common import documents
 from tools.common.documents import texts
+from tools.compare.at_read import share_at, step_share
+from tools.compare.build import Facts
+from tools.compare.methods import REGISTRY
 from tools.fidelity import cli, stats
 from tools.fidelity.columns import asked, columns, filter_sets
+from tools.fidelity.equal.tables import lines_of, points
 from tools.fidelity.follow import Followed, Stream, decoded, until_difference
 from tools.fidelity.needles import hidden, says
 from tools.fidelity.work import FILE
@@ -123,6 +127,88 @@ def test_the_first_difference():
     assert until_difference({"same": "1101"}) == 2
     assert until_difference({"same": "0111"}) == 0
     assert until_difference({"same": "111"}) == 3
+
+
+# ---------------------------------------------------------------- equal bytes, two set-ups
+
+CHOOSE = "omnikv omnikv_random kascade less_is_more quest sparq clusterkv oracle_topk".split()
+AT = 0.6  # of the bytes: the tiny model's full layers alone read a third
+
+
+@pytest.mark.parametrize("name", CHOOSE)
+def test_a_budget_of_bytes_is_the_largest_that_reads_no_more(llm, name):
+    facts = Facts(llm, LENGTH, (1,), 0, 64)
+    entry, told = REGISTRY[name], REGISTRY[name].group == "bounds"
+    share = share_at(facts, entry, AT)
+    if isinstance(share, str):
+        assert name == "kascade" and "kascade.json" in share  # the model has no such file
+        return
+    read, more = (
+        step_share(llm, entry.build(facts, tokens / LENGTH), LENGTH, told)
+        for tokens in (round(share * LENGTH), round(share * LENGTH) + 16)
+    )
+    assert AT - 0.1 < read <= AT < more
+    # what it bounds has as many tokens, whatever is read to choose them
+    if entry.oracle:
+        assert share_at(facts, REGISTRY[entry.oracle], AT) == share or name == "omnikv_random"
+
+
+def test_bytes_that_cannot_be_had_are_said(llm):
+    """The full layers 0 and 1 of 6, and a tail of 64 to 127 rows of 320 in the others."""
+    why = share_at(Facts(llm, LENGTH, (1,), 0, 64), REGISTRY["omnikv"], 0.3)
+    assert isinstance(why, str) and why.startswith("a step reads 5")
+
+
+@pytest.fixture(scope="module")
+def twice(llm):
+    """{column: {stream: record}} with a question of 5 tokens that the methods' steps read."""
+    words = ["omnikv@r60,r100", "omnikv_random@r60", "oracle_omnikv@r60", "infllm@r60"]
+    found = columns(llm, LENGTH, asked(words), filter_sets(llm, ["sharp=1"]), [0], 64)
+    (text,) = texts(llm.tokenizer, "held-out", LENGTH, 1, ("prose",))
+    with Followed(llm, text, POSITIONS, 0, question=5) as followed:
+        made = {c.label: followed.records(c) for c in [*found, found[0]]}
+    return {label: {r["stream"]: r for r in records} for label, records in made.items()}
+
+
+def test_full_attention_says_the_same_whoever_reads_the_question(twice):
+    """Last of all, too: the rows that other columns' steps have left are made anew."""
+    assert set(twice["full"]["text"]["kl"]) == {0.0}
+    for label in ("full", "omnikv Read 100% sharp w0"):
+        assert max(twice[label]["question"]["kl"]) < 1e-6
+
+
+def test_a_question_that_is_read_sparsely_is_not_the_same(twice):
+    for label in ("omnikv Read 60% sharp w0", "omnikv_random Read 60% sharp w0"):
+        dense, sparse = (twice[label][stream] for stream in ("text", "question"))
+        assert dense["kl"] != sparse["kl"] and len(dense["kl"]) == len(sparse["kl"]) == POSITIONS
+        assert dense["bytes"] == sparse["bytes"]
+
+
+def test_equal_bytes_are_read(twice):
+    full = twice["full"]["text"]["bytes"]
+    for label, streams in twice.items():
+        if "Read 60%" in label:
+            for found in streams.values():
+                choosing = 0 if label.startswith("oracle") else found["choosing"]
+                assert 0.5 < (found["bytes"] + choosing) / full < 0.61
+    assert twice["infllm Read 60%"]["text"]["choosing"] > 0  # its blocks' mean keys
+
+
+def test_the_tables_of_equal_bytes(twice):
+    records = [r for streams in twice.values() for r in streams.values()]
+    found = points(records, LENGTH)
+    assert [p.shown for p in found if p.budget == 60] == [
+        p.shown for p in sorted(found, key=lambda p: p.kl["sparse"].mean) if p.budget == 60
+    ]
+    own = next(p for p in found if p.shown == "omnikv sharp" and p.budget == 60)
+    kl = {
+        name: sum(twice[f"{name} Read 60%{more}"]["question"]["kl"]) / POSITIONS
+        for name, more in (("omnikv", " sharp w0"), ("oracle_omnikv", ""))
+    }
+    assert own.above.mean == pytest.approx(kl["omnikv"] - kl["oracle_omnikv"])
+    page = "\n".join(lines_of(records, LENGTH))
+    assert "### 60% of full attention's bytes" in page and "omnikv_random sharp (control)" in page
+    assert "oracle_omnikv" not in page and not lines_of(records, LENGTH + 1)
 
 
 # ---------------------------------------------------------------- figures
@@ -345,6 +431,9 @@ def test_the_page_names_controls_and_questions(finished):
         (["--filters", "deep"], "--filters: found 'deep'"),
         (["--filters", "calibrated"], "has no omnikv.json"),
         (["--methods", "omnikv@m30"], "a budget in bytes"),
+        (["--methods", "omnikv@r0"], "budget: found 0"),
+        (["--question", "314"], "a question of 314, expected fewer than the shortest text's 320"),
+        (["--question", "-1"], "--question: found -1, expected at least 0"),
         (["--methods", "magic"], "unknown method 'magic'"),
         (["--texts", "0"], "nothing to measure"),
         (["--minutes", "0"], "--minutes: found 0"),

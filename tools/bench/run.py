@@ -166,22 +166,22 @@ def engine_bytes(llm, n, prompt):
     plan, size = llm.plan(), llm.dtype.itemsize
     rows, choosing = [n] * plan.layers.num_layers, 0
     if n >= plan.dense_below:
-        rows, choosing = _rows(llm, plan, n, prompt)
+        rows, choosing = counted(llm, plan.method, plan.layers, prompt, n)(n)
     return replace(step_bytes(llm.config, size, plan.layers, n, rows), choosing=choosing)
 
 
-def _rows(llm, plan, n, prompt):
-    """(tokens that each layer reads, bytes that choosing reads beside them), as the method declares
-    them: a store's course after the prompt, or what a runtime of it counts without a bank.
+def counted(llm, method, layers, prompt, capacity):
+    """A function from n, the tokens of a session after a step, to (tokens that each layer reads,
+    bytes that choosing reads beside them), as the method declares them: a store's course after the
+    prompt, or what a runtime of it for `capacity` tokens counts without a bank.
     """
-    method, layers = plan.method, plan.layers
     if isinstance(method, Evicting):
         budgets = method.budgets(layers, prompt)
-        return [method.course(budget, prompt, n - prompt)[1] for budget in budgets], 0
+        return lambda n: ([method.course(b, prompt, n - prompt)[1] for b in budgets], 0)
     # room for the whole prompt: a runtime may note its tokens where it ends
-    runtime = method.runtime(Setup.of(llm.config, method, n, plan=layers, dtype=llm.dtype))
+    runtime = method.runtime(Setup.of(llm.config, method, capacity, plan=layers, dtype=llm.dtype))
     runtime.end_prompt(prompt)
-    return runtime.rows_read(n), runtime.choosing_bytes(n)
+    return lambda n: (runtime.rows_read(n), runtime.choosing_bytes(n))
 
 
 def fetched_bytes(llm, n):

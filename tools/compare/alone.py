@@ -61,7 +61,7 @@ def order_of(
 ) -> Order:
     """The Order of one column of a comparison."""
     settings = config["settings"]
-    rules = Rules(**{key: settings[key] for key in Rules.__dataclass_fields__})
+    rules = Rules(**{key: settings[key] for key in Rules.__dataclass_fields__ if key in settings})
     names = (("full", "none", 100.0), (row["name"], row["kind"], row["budget"]))
     return Order(
         model=args.model or settings["model"],

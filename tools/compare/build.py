@@ -76,7 +76,9 @@ class Entry:
     place: "device" or "host", where the bank is while it answers. sparse: whether every decode step
     must have been sparse. granularity: of a method that chooses, who has a list of its own ("layer"
     | "kv_head" | "query_head"; "": it does not choose, or not so); oracle: the entry that bounds
-    it, with as many tokens, in the same layers, by lists of the same granularity.
+    it, with as many tokens, in the same layers, by lists of the same granularity; of: the entry
+    that this one bounds. within(part): `build` for a budget of so many of full attention's bytes
+    per step, where it depends on them.
     """
 
     note: str
@@ -91,6 +93,8 @@ class Entry:
     sparse: bool = True
     granularity: str = ""
     oracle: str = ""
+    of: Entry | None = None
+    within: Callable[[float], Build] | None = None
 
 
 def omnikv(cls: type[OmniKV] = OmniKV, **more: Any) -> Build:
@@ -279,13 +283,13 @@ def streams(build: Build) -> Build:
     return at_bytes
 
 
-def infllm(facts: Facts, share: float) -> InfLLM:
+def infllm(facts: Facts, share: float, block: int = 0) -> InfLLM:
     """Build InfLLM: initial rows, window and blocks as 1 to 8 to 8, as in the OmniKV paper's
     LongBench setting (128, 1024, 8 blocks of 128). A larger budget reads more blocks, not larger
-    ones.
+    ones. block: tokens of one, 0 for what the length says.
     """
     rows = max(34, round(share * facts.capacity))
-    block = block_size(facts.capacity)
+    block = block or block_size(facts.capacity)
     init, topk = rows // 17, max(1, rows * 8 // 17 // block)
     local = max(8, rows - init - topk * block)
     return InfLLM(
@@ -297,6 +301,21 @@ def infllm(facts: Facts, share: float) -> InfLLM:
         cached=4 * topk,
         chunk=min(512, local),
     )
+
+
+def infllm_within(part: float) -> Build:
+    """Build InfLLM with the smallest blocks whose mean keys, one for each query head, are at most a
+    quarter of `part` of full attention's bytes.
+    """
+
+    def build(facts: Facts, share: float) -> InfLLM:
+        means = facts.llm.config.group / 2  # tokens' worth of K and V
+        block = block_size(facts.capacity)
+        while block < 128 and means / block > part / 4:
+            block *= 2
+        return infllm(facts, share, block)
+
+    return build
 
 
 def block_size(length: int) -> int:

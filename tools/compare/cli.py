@@ -32,7 +32,8 @@ DEFAULT_TASKS = ("passkey", "kv", "two_stage", "chains", "facts")
 EPILOG = """methods:
 {methods}
 A method's budgets are --shares and --mem, or those after an @: omnikv@3,10 is 3% and 10% of the
-prompt's tokens, omnikv@30,m75 is 30% of the tokens and 75% of full attention's bytes. The report
+prompt's tokens, omnikv@30,m75 is 30% of the tokens and 75% of full attention's bytes; quest@r20 is
+the budget at which a step reads 20% of full attention's bytes, its index included. The report
 names a budget that a method cannot reach, with the reason. Beside OmniKV run its controls, which
 read what it reads and do not choose: a claim that they satisfy too is not tested by this model.
 Beside methods that evict run random_eviction_all, which evicts by chance, and random_eviction,
@@ -145,6 +146,13 @@ def _questions(parser: argparse.ArgumentParser) -> None:
         default=2,
         help="2: every question is asked once more as a second question",
     )
+    parser.add_argument(
+        "--question",
+        choices=("dense", "sparse"),
+        default="dense",
+        help="who reads the questions: full attention, or the method's own decode steps after the "
+        "document (default: dense)",
+    )
 
 
 def _omnikv(parser: argparse.ArgumentParser) -> None:
@@ -225,7 +233,8 @@ def order_of(args: argparse.Namespace) -> Order:
         raise UsageError(f"--minutes: found {args.minutes:g}, expected a number above 0")
     REGISTRY.update(load(args.imports))
     names = wanted(args.methods, args.shares, args.mem, args.controls)
-    rules = Rules(args.questions, args.turns, args.judge, args.max_tokens, args.seed)
+    judged = args.judge, args.max_tokens, args.seed
+    rules = Rules(args.questions, args.turns, *judged, args.question)
     return Order(
         str(args.model),
         args.device,

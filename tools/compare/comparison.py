@@ -34,12 +34,15 @@ class Comparison:
         self.args, self.bench, self.began = args, bench, began
         self.answers = AnswerFile(args.out, key_of)
         order = bench.order
+        rules = asdict(order.rules)
+        if rules["question"] == "dense":  # as before there was another way
+            del rules["question"]
         settings = {
             # the digest below says which training it is
             "model": model_label(args.model),
             "weights": weights_digest(bench.llm.folder),
             "dtype": args.dtype,
-            **asdict(order.rules),
+            **rules,
             "filters": order.filters,
             "wait": order.wait,
             "tail": order.tail,

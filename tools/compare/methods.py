@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from engine import (
     A2SF,
@@ -55,6 +56,7 @@ from engine.methods.controls.controls import OmniKVNewest, OmniKVOne, OmniKVRand
 from engine.methods.registry import methods
 from engine.plan.layers import LayerPlan
 from tools.banks.registry import shown
+from tools.compare.at_read import at_read
 from tools.compare.build import (
     Entry,
     Facts,
@@ -67,6 +69,7 @@ from tools.compare.build import (
     evicting_while_reading,
     filters,
     infllm,
+    infllm_within,
     kascade,
     keeps_all,
     omnikv,
@@ -98,7 +101,8 @@ PROMPT_KEPT = "random_eviction"  # beside them once: its budget is of an answer
 class Variant:
     """One column: a method at one budget, for documents of one length.
 
-    kind: "share" (of the tokens), "mem" (of the resident bytes) or "none"; budget in per cent;
+    kind: "share" (of the tokens), "mem" (of the resident bytes), "read" (of the bytes that a step
+    reads) or "none"; budget in per cent;
     method: None where the budget cannot be reached, and `why` says the reason; alias: the label of
     an earlier variant that is the same method; kept: layers that attend to everything beside those
     of the method (`--dense-layers-kept`); bank: what it runs over (`--bank`; "": floats).
@@ -115,10 +119,11 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Name in tables: "h2o 10%", "omnikv Mem 75%", "full", "h2o 10% +dense 0-2", "full on
-        kivi2 (simulated)".
+        """Name in tables: "h2o 10%", "omnikv Mem 75%", "quest Read 20%", "full", "h2o 10% +dense
+        0-2", "full on kivi2 (simulated)".
         """
-        budget = {"none": "", "share": f" {self.budget:g}%", "mem": f" Mem {self.budget:g}%"}
+        words = {"none": "", "share": " ", "mem": " Mem ", "read": " Read "}
+        budget = {kind: word and f"{word}{self.budget:g}%" for kind, word in words.items()}
         kept = f" +dense {spans(self.kept)}" if self.kept else ""
         return (
             self.name + budget[self.kind] + kept + (f" on {shown(self.bank)}" if self.bank else "")
@@ -226,6 +231,7 @@ REGISTRY: dict[str, Entry] = {
         infllm,
         keeps_all,
         reads="own",
+        within=infllm_within,
     ),
     "minference": Entry(
         "MInference, sparse prefill, full attention in answers",
@@ -509,7 +515,7 @@ def bounded(name: str, granularity: str, whose: str) -> None:
     REGISTRY[name] = replace(entry, granularity=granularity, oracle=oracle)
     note = f"bound: the best lists per {granularity.replace('_', ' ')} in {whose}'s layers"
     build = bound(REGISTRY[whose].build, granularity)
-    given = dict(group="bounds", granularity=granularity)
+    given: dict[str, Any] = dict(group="bounds", granularity=granularity, of=REGISTRY[whose])
     REGISTRY.setdefault(oracle, Entry(note, build, keeps_all, **given))
 
 
@@ -568,14 +574,14 @@ def wanted(
             if name == "omnikv" and not at:
                 budgets.append(("share", PAPER_SHARE))
             for kind, value in sorted(set(budgets), key=lambda b: (b[0] == "mem", b[1])):
-                if kind == "share" or entry.at_bytes is not None:
+                if kind != "mem" or entry.at_bytes is not None:
                     found[name, kind, checked(value)] = None
     beside = [(kind, value) for name, kind, value in found if name == "omnikv" and controls]
     for control in CONTROLS if beside else ():
         for budget in beside if REGISTRY[control].budget else [("none", 100.0)]:
             found[(control, *budget)] = None
     for name, kind, value in list(found) if controls else ():
-        if entry_of(name).oracle and kind == "share":
+        if entry_of(name).oracle and kind in ("share", "read"):
             found[entry_of(name).oracle, kind, value] = None
     for name, *budget in list(found) if controls else ():
         if entry_of(name).evicts and name != PROMPT_KEPT:
@@ -587,13 +593,14 @@ def wanted(
 def _budgets(word: str, text: str) -> list[tuple[str, float]]:
     out = []
     for part in text.split(","):
-        kind, digits = ("mem", part[1:]) if part[:1] == "m" else ("share", part)
+        kind = {"m": "mem", "r": "read"}.get(part[:1], "share")
+        digits = part if kind == "share" else part[1:]
         try:
             out.append((kind, float(digits)))
         except ValueError:
             raise UsageError(
-                f"{word}: found the budget {part!r}, expected per cent such as 30 (of the tokens) "
-                "or m30 (of the resident bytes)"
+                f"{word}: found the budget {part!r}, expected per cent such as 30 (of the "
+                "tokens), m30 (of the resident bytes) or r30 (of the bytes that a step reads)"
             ) from None
     return out
 
@@ -612,11 +619,8 @@ def variants(facts: Facts, names: Sequence[tuple[str, str, float]]) -> list[Vari
     out: list[Variant] = []
     seen: dict[tuple[str, str, str], str] = {}
     for name, kind, budget in names:
-        entry = entry_of(name)
-        build = entry.at_bytes if kind == "mem" else entry.build
-        assert build is not None  # `wanted` asks for no other budgets
-        made = build(facts, budget / 100)
-        variant = Variant(name, kind, budget)
+        entry, variant = entry_of(name), Variant(name, kind, budget)
+        made = built(facts, variant)
         if isinstance(made, str):
             out.append(replace(variant, why=made))
             continue
@@ -633,6 +637,17 @@ def variants(facts: Facts, names: Sequence[tuple[str, str, float]]) -> list[Vari
             out.append(replace(one, alias=seen.get(key, "")) if one.method else one)
             seen.setdefault(key, out[-1].label)
     return out
+
+
+def built(facts: Facts, variant: Variant) -> Method | str:
+    """The method of a column at its budget, or a text why there is none."""
+    entry, part = variant.entry, variant.budget / 100
+    if variant.kind == "read":
+        return at_read(facts, entry, part)
+    build = entry.at_bytes if variant.kind == "mem" else entry.build
+    assert build is not None  # `wanted` asks for no other budgets
+    made: Method | str = build(facts, part)
+    return made
 
 
 def keeping(facts: Facts, variant: Variant, method: Method, plan: LayerPlan) -> list[Variant]:

@@ -103,15 +103,27 @@ def speak(
     sparse: bool,
     reference: Reference | None = None,
     keep: Reference | None = None,
+    steps: bool = False,
 ) -> Answer:
     """Answer greedily after reading `ids` (may be empty where the session has logits), with at most
     `most` tokens.
 
-    reference: full attention's decisions to compare with; keep: an empty Reference to fill. Raises
+    reference: full attention's decisions to compare with; keep: an empty Reference to fill; steps:
+    the method's decode steps read `ids`, which are part of the prompt's seconds. Raises
     AssertionError where `sparse` and a step was not.
     """
     before, out, together = session.stats, Answer(), reference is not None
-    logits = session.prefill(ids) if ids else session.last_logits
+    read = before
+    if steps and ids:
+        for token in ids:
+            logits = session.decode(token)
+        read = session.stats
+        out.prompt_seconds = read.decode_seconds - before.decode_seconds
+        stepped = read.sparse_steps - before.sparse_steps
+        if sparse and stepped != len(ids):
+            raise AssertionError(f"{stepped} of {len(ids)} steps that read were sparse")
+    else:
+        logits = session.prefill(ids) if ids else session.last_logits
     while True:
         token = int(logits.argmax())
         if keep is not None:
@@ -129,20 +141,20 @@ def speak(
         out.fed += 1
         out.count(session)
     after = session.stats
-    out.steps = after.decode_steps - before.decode_steps
-    dense = out.steps - (after.sparse_steps - before.sparse_steps)
+    out.steps = after.decode_steps - read.decode_steps
+    dense = out.steps - (after.sparse_steps - read.sparse_steps)
     if sparse and dense:
         raise AssertionError(f"{dense} of {out.steps} decode steps were not sparse")
-    out.prompt_seconds = after.prefill_seconds - before.prefill_seconds
-    out.decode_seconds = after.decode_seconds - before.decode_seconds
+    out.prompt_seconds += after.prefill_seconds - before.prefill_seconds
+    out.decode_seconds = after.decode_seconds - read.decode_seconds
     out.bytes_read = (
         after.bytes_read_sparse
         + after.bytes_read_dense
-        - before.bytes_read_sparse
-        - before.bytes_read_dense
+        - read.bytes_read_sparse
+        - read.bytes_read_dense
     )
     out.bytes_link = (
-        after.bytes_fetched + after.bytes_streamed - before.bytes_fetched - before.bytes_streamed
+        after.bytes_fetched + after.bytes_streamed - read.bytes_fetched - read.bytes_streamed
     )
     return out
 
@@ -150,7 +162,8 @@ def speak(
 @dataclass(frozen=True)
 class Rules:
     """Settings of every document: questions per document, turns (1 or 2), how answers are judged
-    (tools.eval.prompts.JUDGES) and cut, the seed.
+    (tools.eval.prompts.JUDGES) and cut, the seed. question: "dense" where full attention reads the
+    questions, "sparse" where the method's own decode steps do.
     """
 
     questions: int = 4
@@ -158,6 +171,7 @@ class Rules:
     judge: str = "exact"
     max_tokens: int | None = None
     seed: int = 0
+    question: str = "dense"
 
 
 @dataclass(frozen=True)
@@ -245,11 +259,11 @@ class Paper:
 
 class Reader:
     """Asks one document's questions of one variant after the other; the document is read once for
-    those that leave prefill alone.
+    those that leave prefill alone. steps: the questions are read by the method's decode steps.
     """
 
-    def __init__(self, llm: LLM, paper: Paper, capacity: int):
-        self.llm, self.paper, self.capacity = llm, paper, capacity
+    def __init__(self, llm: LLM, paper: Paper, capacity: int, steps: bool = False):
+        self.llm, self.paper, self.capacity, self.steps = llm, paper, capacity, steps
         self.references: dict[int, Reference] = {}  # by the first question of a conversation
         self.seconds: dict[str, float] = {}  # by variant
         self._shared: Session | None = None
@@ -280,22 +294,21 @@ class Reader:
     def _together(self, variant: Variant, conversations: int) -> Iterator[Record]:
         """Over the shared reading."""
         for first in range(conversations):
-            session, seconds = self._ready(variant, first)
-            yield from self._converse(session, variant, first, (), seconds)
+            session = self._document()
+            ids, seconds = self._question(session, variant, first)
+            yield from self._converse(session, variant, first, ids, seconds)
             # before the truncate: full attention has nothing to redo
             session.set_method(Full())
             session.truncate(len(self.paper.turns.shared))
 
     def _alone(self, variant: Variant, conversations: int) -> Iterator[Record]:
         """In the method's own session, which reads the document once."""
-        turns = self.paper.turns
         with self._opened(variant) as session:
             head, seconds = len(session), session.stats.prefill_seconds
             for first in range(conversations):
                 session.truncate(head)
-                yield from self._converse(
-                    session, variant, first, turns.shared[head:] + turns.own[first], seconds
-                )
+                ids = self._rest(session, first)
+                yield from self._converse(session, variant, first, ids, seconds)
 
     def _opened(self, variant: Variant) -> Session:
         """A session of the variant's method that has read the document, or its head where the rest
@@ -311,6 +324,7 @@ class Reader:
         session = self.llm.session(method, max_context=self.capacity, offload=entry.place)
         if head:
             more = session.runtime.needs.final_call is not None
+            more &= not self.steps or head < len(turns.shared)
             session.prefill(turns.shared[:head], more=more)
         self.once_seconds += session.stats.prefill_seconds
         return session
@@ -319,21 +333,17 @@ class Reader:
         """In sessions that hold their store and nothing else: forks of one that has read the
         document, by full attention where the method leaves prefill alone.
         """
-        turns, method = self.paper.turns, variant.method
-        assert method is not None
         if variant.entry.reads == "shared":
             for first in range(conversations):
                 with self._document().fork() as session:
-                    session.prefill(turns.own[first])
-                    session.set_method(method)
-                    seconds = self.document_seconds + session.stats.prefill_seconds
-                    yield from self._converse(session, variant, first, (), seconds)
+                    ids, seconds = self._question(session, variant, first)
+                    yield from self._converse(session, variant, first, ids, seconds)
             return
         with self._opened(variant) as document:
-            head, seconds = len(document), document.stats.prefill_seconds
+            seconds = document.stats.prefill_seconds
             for first in range(conversations):
                 with document.fork() as session:
-                    ids = turns.shared[head:] + turns.own[first]
+                    ids = self._rest(session, first)
                     yield from self._converse(session, variant, first, ids, seconds)
 
     def _packed(self, variant: Variant, conversations: int) -> Iterator[Record]:
@@ -358,12 +368,19 @@ class Reader:
         """Records of a conversation in a session that holds the document and reads the question by
         full attention.
         """
-        assert variant.method is not None
-        before = session.stats.prefill_seconds
-        session.prefill(self.paper.turns.own[first])
-        session.set_method(variant.method)
-        seconds = session.stats.prefill_seconds - before
-        yield from self._converse(session, variant, first, (), self.document_seconds + seconds)
+        ids, seconds = self._question(session, variant, first)
+        yield from self._converse(session, variant, first, ids, seconds)
+
+    def _rest(self, session: Session, first: int) -> list[int]:
+        """What is left to read before an answer in a session that reads under its own method. Where
+        its steps read the question, what comes before is read here.
+        """
+        turns = self.paper.turns
+        before = turns.shared[len(session) :]
+        if self.steps and before:
+            session.prefill(before)
+            before = []
+        return before + turns.own[first]
 
     def _document(self) -> Session:
         """The shared session, which full attention has read the document in."""
@@ -375,16 +392,19 @@ class Reader:
             self.once_seconds += self.document_seconds
         return self._shared
 
-    def _ready(self, variant: Variant, first: int) -> tuple[Session, float]:
-        """(the shared session, document and question read by full attention, handed to the
-        variant's method; seconds of that reading).
+    def _question(self, session: Session, variant: Variant, first: int) -> tuple[list[int], float]:
+        """Hand a session that holds the document to the variant's method, after full attention has
+        read the question, or before the method's steps read it. Returns (what is left to read,
+        seconds of reading so far).
         """
-        session = self._document()
-        before = session.stats.prefill_seconds
-        session.prefill(self.paper.turns.own[first])
-        if variant.name != "full":
+        own, before = list(self.paper.turns.own[first]), session.stats.prefill_seconds
+        if not self.steps:
+            session.prefill(own)
+        if variant.method != session.method:
+            assert variant.method is not None
             session.set_method(variant.method)
-        return session, self.document_seconds + session.stats.prefill_seconds - before
+        seconds = self.document_seconds + session.stats.prefill_seconds - before
+        return own if self.steps else [], seconds
 
     def _converse(
         self,
@@ -411,6 +431,7 @@ class Reader:
             sparse,
             None if own else self.references.get(first),
             keep,
+            self.steps,
         )
         answer.prompt_seconds += seconds
         out = [paper.record(variant, first, 1, answer)]
@@ -421,6 +442,7 @@ class Reader:
                 answer.tokens[answer.fed :] + paper.turns.following(first, second),
                 paper.most(second),
                 sparse,
+                steps=self.steps,
             )
             out.append(paper.record(variant, second, 2, answer))
         return out
@@ -441,19 +463,21 @@ def run_document(
     capacity: int,
     skip: Sequence[str] = (),
     each: Each | None = None,
+    steps: bool = False,
 ) -> tuple[list[Record], dict[str, float], float]:
     """(records, {variant label: seconds}, seconds of the readings made once for all questions) of a
     Paper under `variants`, in their order.
 
     skip: labels with answers already; full attention then runs for comparison only, and its records
-    are left out. each: called after every variant.
+    are left out. each: called after every variant. steps: the methods' decode steps read the
+    questions.
     """
     todo = runs(variants, skip)
     out: list[Record] = []
     if not todo:
         return [], {}, 0.0
     full = next(v for v in variants if v.name == "full")
-    with Reader(llm, paper, capacity) as reader:
+    with Reader(llm, paper, capacity, steps) as reader:
         for variant in [full, *(v for v in todo if v.label != full.label)]:
             found = reader.records(variant, paper.job.conversations)
             out += found if variant in todo else []

@@ -9,7 +9,7 @@ import queue
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.queues import Queue
 from typing import Any
 
@@ -126,7 +126,8 @@ class Bench:
                 f"{paper.room()} tokens, the session holds {capacity}; "
                 "use --max-tokens or --turns 1"
             )
-        return run_document(self.llm, paper, self.variants[job.length], capacity, skip, each)
+        steps = rules.question == "sparse"
+        return run_document(self.llm, paper, self.variants[job.length], capacity, skip, each, steps)
 
     def bytes_held(self, length: int, task: str) -> dict[str, Held]:
         """{label: Held} at one length, each measured in a session that reads a document of
@@ -184,7 +185,7 @@ class Clock:
     def _warm(self, bench: Bench, length: int, task: str) -> None:
         rules = bench.order.rules
         per = min(rules.questions, TASKS[task].max_questions)
-        warm = type(rules)(per, rules.turns, rules.judge, WARM, rules.seed)
+        warm = replace(rules, questions=per, max_tokens=WARM)
         job, run = Job(task, length, WARM_NUMBER, 1), runs(bench.variants[length])
         if not self.fixed:
             # first uses of libraries happen now, of full attention's

@@ -31,7 +31,8 @@ from tools.fidelity.work import FILE, Rates, Study
 
 EPILOG = """methods: {methods}
 or rivals (all but full attention and OmniKV's own), controls (OmniKV with a choice that knows
-nothing), t1, others; budgets in per cent of the tokens after an @: omnikv@1,3,6.67 h2o@30.
+nothing), t1, others; budgets in per cent of the tokens after an @: omnikv@1,3,6.67 h2o@30, or of
+the bytes that a step of full attention reads: omnikv@r30 quest@r20,r30.
 OmniKV and its controls run with every filter set and number of wait layers.
 
 examples:
@@ -104,6 +105,13 @@ def _texts(parser: argparse.ArgumentParser) -> None:
         default=32,
         help="tokens of full attention's own answer after the same head (0: none)",
     )
+    add(
+        "--question",
+        type=int,
+        default=0,
+        help="tokens before the scored ones that each method's own steps read, in a second pass; "
+        "those who ask for needles are read so too (0: no second pass)",
+    )
     add("--needles", type=int, default=0, help="texts per length with facts to be asked for")
     add("--questions", type=int, default=3, help="facts per such text")
     add("--mass", action="store_true", help="measure the attention mass kept in every sparse layer")
@@ -128,7 +136,7 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
             "--model: found none, expected a folder of a trained model (the shipped one looks "
             "everything up in one layer: it does not test a selection)"
         )
-    least = {"texts": 0, "needles": 0, "answer": 0, "positions": 1, "questions": 1}
+    least = {"texts": 0, "needles": 0, "answer": 0, "positions": 1, "questions": 1, "question": 0}
     for name, low in least.items():
         if getattr(args, name) < low:
             raise UsageError(f"--{name}: found {getattr(args, name)}, expected at least {low}")

@@ -15,7 +15,7 @@ from engine.model.config.config import ModelConfig
 from engine.plan.filter_layers import filter_layers
 from engine.plan.layers import spread_over
 from tools.compare.build import Facts
-from tools.compare.methods import CONTROLS, REGISTRY, Variant, wanted
+from tools.compare.methods import CONTROLS, REGISTRY, Variant, built, wanted
 
 CROSSED = ("omnikv", *CONTROLS)
 PUBLISHED, PUBLISHED_DEPTH = (2, 8, 18), 32  # Llama-3-8B's filter layers
@@ -125,7 +125,7 @@ def even(config: ModelConfig) -> tuple[int, ...]:
 
 
 def asked(words: Sequence[str]) -> list[tuple[str, str, float]]:
-    """[(name, kind, budget)] of words such as "omnikv@3,6.67", "rivals@30", "controls@6.67"."""
+    """[(name, kind, budget)] of words such as "omnikv@3,6.67", "rivals@r30", "controls@6.67"."""
     bounds = tuple(name for name, entry in REGISTRY.items() if entry.group == "bounds")
     groups = {"rivals": rivals(), "controls": CONTROLS, "bounds": bounds}
     spelled = []
@@ -136,7 +136,8 @@ def asked(words: Sequence[str]) -> list[tuple[str, str, float]]:
     other = next((kind for _, kind, _ in found if kind == "mem"), None)
     if other:
         raise UsageError(
-            "--methods: found a budget in bytes (m30), expected per cent of the tokens"
+            "--methods: found a budget in bytes that are held (m30), expected per cent of the "
+            "tokens (30) or of the bytes that a step reads (r30)"
         )
     return found
 
@@ -171,7 +172,7 @@ def columns(
 
 def _built(llm: LLM, column: Column, facts: Facts) -> Column:
     try:
-        made = column.entry.build(facts, column.budget / 100)
+        made = built(facts, column)
         if isinstance(made, str):
             return replace(column, why=made)
         with warnings.catch_warnings():

@@ -2,7 +2,8 @@
 answer after the same head, each step compared with full attention's.
 
 The head is read once, by full attention, for methods that leave prefill alone; the others read it
-themselves.
+themselves. Once more with the head's last tokens, the question, read by the method's own steps: the
+same positions are scored, over rows that full attention has not made.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ def decoded(session: Session, stream: Stream, sparse: bool, mass: bool = False) 
     """Feed a stream to a session that holds the head; returns a record's figures.
 
     kl: nats per position; same: "1" where the top-1 tokens agree, else "0"; bytes: keys and values
-    read per step, in all layers; rows: tokens read per step in a layer that reads a part, recent
-    ones included; chosen: tokens that it chooses or keeps; mass: kept per sparse layer, or None;
-    most: what as many rows could keep of the same attention.
+    read per step, in all layers; choosing: bytes read beside them to choose; rows: tokens read per
+    step in a layer that reads a part, recent ones included; chosen: tokens that it chooses or
+    keeps; mass: kept per sparse layer, or None; most: what as many rows could keep of the same
+    attention.
     Raises AssertionError where `sparse` and a step was not.
     """
-    before, kl, same = session.stats, [], ""
+    before, kl, same, choosing = session.stats, [], "", 0
     watch = BoundWatch() if mass else None
     session.watch_with(watch)
     try:
@@ -63,6 +65,7 @@ def decoded(session: Session, stream: Stream, sparse: bool, mass: bool = False) 
             far, equal = stream.compare(at, session.decode(token))
             kl.append(float(f"{far:.4g}"))
             same += str(int(equal))
+            choosing += session.runtime.choosing_bytes(len(session)) if sparse else 0
     finally:
         session.watch_with(None)
     after, steps = session.stats, len(stream.tokens)
@@ -78,6 +81,7 @@ def decoded(session: Session, stream: Stream, sparse: bool, mass: bool = False) 
         "kl": kl,
         "same": same,
         "bytes": round(read / steps),
+        "choosing": round(choosing / steps),
         "rows": round(rows / steps / partial, 1) if sparse and partial else None,
         "chosen": session.runtime.k,
         "mass": per_step(watch.sums, steps) if watch is not None and watch.sums else None,
@@ -88,17 +92,29 @@ def decoded(session: Session, stream: Stream, sparse: bool, mass: bool = False) 
 
 class Followed:
     """One text at one length: the session that full attention has read the head into, and full
-    attention's decisions.
+    attention's decisions. question: tokens at the head's end that a method's own steps read before
+    the text is scored once more.
     """
 
-    def __init__(self, llm: LLM, text: Text, positions: int, answer: int, mass: bool = False):
-        self.llm, self.text, self.mass = llm, text, mass
+    def __init__(
+        self,
+        llm: LLM,
+        text: Text,
+        positions: int,
+        answer: int,
+        mass: bool = False,
+        question: int = 0,
+    ):
+        self.llm, self.text, self.mass, self.question = llm, text, mass, question
         self.head = list(text.ids[:-positions])
         self.capacity = len(self.head) + max(positions, answer)
         began = time.perf_counter()
         self.session = llm.session(Full(), max_context=self.capacity, offload="device")
         try:
-            self.session.prefill(self.head)
+            # in two parts: the second is read again after each column, to the same bits
+            begin = len(self.head) - question
+            for part in filter(None, (self.head[:begin], self.head[begin:])):
+                self.session.prefill(part)
             self.streams = {"text": Stream(list(text.ids[-positions:]))}
             for token in self.streams["text"].tokens:
                 self.streams["text"].add(self.session.decode(token))
@@ -147,7 +163,9 @@ class Followed:
         finally:
             # before the truncate: full attention has nothing to redo
             self.session.set_method(Full())
-            self.session.truncate(len(self.head))
+            self.session.truncate(len(self.head) - self.question)
+            if self.question:
+                self.session.prefill(self.head[-self.question :])
 
     def _all(self, session: Session, column: Column) -> list[Record]:
         found = []
@@ -157,10 +175,17 @@ class Followed:
                 continue
             session.truncate(len(self.head))
             figures = decoded(session, stream, column.entry.sparse, self.mass)
-            found.append(
-                {"stream": name, **about(column, self.text, len(self.text.ids)), **figures}
-            )
+            found.append(self._record(name, column, figures))
+        if self.question:
+            session.truncate(len(self.head) - self.question)
+            for token in self.head[-self.question :]:
+                session.decode(token)
+            figures = decoded(session, self.streams["text"], column.entry.sparse, self.mass)
+            found.insert(0, self._record("question", column, figures))
         return found
+
+    def _record(self, stream: str, column: Column, figures: dict[str, Any]) -> Record:
+        return {"stream": stream, **about(column, self.text, len(self.text.ids)), **figures}
 
 
 def about(column: Column, text: Text, length: int) -> Record:

@@ -96,12 +96,15 @@ class NeedlePaper:
         }
 
     def records(
-        self, columns: Sequence[Column], skip: Sequence[str] = ()
+        self, columns: Sequence[Column], skip: Sequence[str] = (), steps: bool = False
     ) -> tuple[list[dict[str, Any]], float]:
-        """(records of all columns, seconds). columns: full attention among them."""
-        found, seconds, _ = run_document(
-            self.llm, self, columns, min(self.llm.max_context, self.room), skip
-        )
+        """(records of all columns, seconds). columns: full attention among them; steps: questions
+        are read by the methods' own steps, and the records' stream is "asked".
+        """
+        capacity = min(self.llm.max_context, self.room)
+        found, seconds, _ = run_document(self.llm, self, columns, capacity, skip, steps=steps)
+        if steps:
+            found = [{**record, "stream": "asked"} for record in found]
         return found, sum(seconds.values())
 
 

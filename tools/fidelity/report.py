@@ -9,7 +9,10 @@ from typing import Any
 
 from tools.common.documents import KINDS
 from tools.common.program import replace_json, replace_text
+from tools.compare.methods import REGISTRY
 from tools.fidelity import stats
+from tools.fidelity.equal import plot as equal_plot
+from tools.fidelity.equal.tables import lines_of, points
 from tools.fidelity.follow import Record
 from tools.fidelity.plot import plot
 
@@ -18,9 +21,10 @@ HEAD = """KL is of full attention's next-token distribution to the method's, in 
 positions; top-1 the share of positions at which both say the same token. In brackets 95% intervals
 of a bootstrap over texts. chosen: tokens that a layer which reads a part chooses or keeps; rows:
 what it reads in a step, recent tokens included; MB: keys and values read per step by all layers,
-and their share of full attention's. Mass kept: the share of a sparse layer's attention on the rows
-that it reads, mean over heads, layers and positions; its oracle's: the most that as many rows by as
-many lists could have had of the same attention."""
+what is read to choose included (but for bounds, which are told), and their share of full
+attention's. Mass kept: the share of a sparse layer's attention on the rows that it reads, mean over
+heads, layers and positions; its oracle's: the most that as many rows by as many lists could have
+had of the same attention."""
 CONTROLS = """`random` chooses uniformly, `newest` the tokens before the recent ones, `one` the
 single best token; filter layers, wait layers and recent tokens are OmniKV's. Figures are KL of the
 control less KL of OmniKV on the same texts, all lengths and streams together. Where a control is
@@ -45,7 +49,8 @@ def grouped(records: Sequence[Record], stream: str, length: int | None = None) -
 def row(found: Sequence[Record], full: Sequence[Record]) -> dict[str, Any]:
     """One column's figures at one length and stream. full: full attention's records there."""
     of_full = {stats.place(record): record["bytes"] for record in full}
-    shares = [r["bytes"] / of_full[stats.place(r)] for r in found if stats.place(r) in of_full]
+    read = [_read(record) for record in found]
+    shares = [b / of_full[stats.place(r)] for b, r in zip(read, found) if stats.place(r) in of_full]
     masses = [sum(r["mass"].values()) / len(r["mass"]) for r in found if r["mass"]]
     kinds = {}
     for kind in KINDS:
@@ -60,7 +65,7 @@ def row(found: Sequence[Record], full: Sequence[Record]) -> dict[str, Any]:
         "texts": len(found),
         "chosen": _mean([r["chosen"] for r in found]),
         "rows": _mean(rows),
-        "bytes": _mean([r["bytes"] for r in found]),
+        "bytes": _mean(read),
         "share": _mean(shares),
         "kl": stats.mean(found, stats.kl_of),
         "top1": stats.mean(found, stats.same_of),
@@ -69,6 +74,12 @@ def row(found: Sequence[Record], full: Sequence[Record]) -> dict[str, Any]:
         "mass": _mean(masses),
         "most": _mean([sum(r["most"].values()) / len(r["most"]) for r in found if r.get("most")]),
     }
+
+
+def _read(record: Record) -> int:
+    """Bytes of a step, with those that are read to choose; an oracle is told."""
+    told = record["name"] in REGISTRY and REGISTRY[record["name"]].group == "bounds"
+    return record["bytes"] + (0 if told else record.get("choosing", 0))
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -90,7 +101,7 @@ def verdicts(records: Sequence[Record]) -> list[stats.Verdict]:
     """What the controls say about every OmniKV column, over all lengths and both streams."""
     groups: Groups = defaultdict(list)
     for record in records:
-        if record["stream"] != "needle":
+        if record["stream"] not in ("needle", "asked"):
             groups[record["column"]].append(record)
     return [
         stats.verdict(groups, column)
@@ -208,9 +219,12 @@ def markdown(
             lines += ["", f"## {title}, {length:,} tokens", ""]
             lines += [words, ""] if words else []
             lines += table([found for found in some if found["length"] == length])
-    for length in sorted({r["length"] for r in records if r["stream"] == "needle"}):
-        lines += ["", f"## Facts in real text, {length:,} tokens", "", NEEDLES, ""]
-        lines += _needle_table(grouped(records, "needle", length))
+    for length in sorted({r["length"] for r in records}):
+        lines += lines_of(records, length)
+    for stream, who in (("needle", ""), ("asked", ", questions read by the method's own steps")):
+        for length in sorted({r["length"] for r in records if r["stream"] == stream}):
+            lines += ["", f"## Facts in real text, {length:,} tokens{who}", "", NEEDLES, ""]
+            lines += _needle_table(grouped(records, stream, length))
     if skipped:
         lines += ["", "Not measured:", "", *(f"- {n}: {why}" for n, why in skipped.items())]
     return "\n".join(lines) + "\n"
@@ -250,6 +264,10 @@ def write(
     }
     if plot([found for found in rows if found["stream"] == "text"], folder / "kl.png"):
         page += "\n![KL against bytes read per step](kl.png)\n"
+    for length in sorted({r["length"] for r in records}):
+        path = folder / f"equal-{length}.png"
+        if equal_plot.plot(points(records, length), length, path):
+            page += f"\n![KL at equal bytes read, {length:,} tokens]({path.name})\n"
     replace_json(folder / "summary.json", summary)
     replace_text(folder / "report.md", page)
     return page

@@ -120,10 +120,10 @@ class Study:
 
     def _fits(self, limit: int) -> None:
         args, most = self.args, max(self.args.lengths)
-        if args.positions >= min(args.lengths):
+        if args.positions + args.question >= min(args.lengths):
             raise UsageError(
-                f"--positions: found {args.positions}, expected fewer than the shortest text's "
-                f"{min(args.lengths)} tokens"
+                f"--positions: found {args.positions} and a question of {args.question}, expected "
+                f"fewer than the shortest text's {min(args.lengths)} tokens"
             )
         room = max(args.answer - args.positions, ROOM if args.needles else 0, 0)
         if most + room > limit:
@@ -135,7 +135,7 @@ class Study:
     def _units(self) -> Iterator[Unit]:
         """Round by round: one text at every length, then the next."""
         args, tokenizer = self.args, self.llm.tokenizer
-        end = max(128, args.positions + 32)
+        end = max(128, args.positions + args.question + 32)
         follow = {
             n: texts(tokenizer, args.split, n, args.texts, args.kinds, end) for n in args.lengths
         }
@@ -159,6 +159,8 @@ class Study:
             "dtype": str(llm.dtype).removeprefix("torch."),
             **{name: getattr(args, name) for name in ("positions", "answer", "tail", "questions")},
         }
+        if args.question:
+            settings["question"] = args.question
         if args.imports:
             settings["imports"] = digests(args.imports)
         made: dict[str, Any] = {
@@ -205,6 +207,8 @@ class Study:
         """Seconds, as guessed, of a column on a unit, or of what is made once for all (None)."""
         args, length = self.args, unit.length
         once, asks = (args.positions + args.answer, 1)
+        if args.question and column is not None:
+            once += args.question + args.positions
         if unit.part == "needle":
             once, asks = args.questions * LONGEST // 2, args.questions
         if column is None:
@@ -254,13 +258,16 @@ class Study:
             paper = NeedlePaper(self.llm, unit.text, unit.length, self.args.questions)
             full = next(c for c in self.columns[unit.length] if c.name == "full")
             done = [full.label] if full not in wanted else []
-            found, _ = paper.records([full, *(c for c in wanted if c is not full)], done)
-            self.file.add(found)
+            asked = [full, *(c for c in wanted if c is not full)]
+            if self.args.question:
+                self.file.add(paper.records(asked, done, steps=True)[0])
+            self.file.add(paper.records(asked, done)[0])
             guessed = once + sum(self.cost(rates, unit, column) for column in wanted)
             yield guessed, time.perf_counter() - began, len(wanted)
             return
         args = self.args
-        with Followed(self.llm, unit.text, args.positions, args.answer, args.mass) as followed:
+        given = args.positions, args.answer, args.mass, args.question
+        with Followed(self.llm, unit.text, *given) as followed:
             yield once, followed.seconds, 0
             for column in wanted:
                 began = time.perf_counter()

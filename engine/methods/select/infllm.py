@@ -449,3 +449,9 @@ class InfLLMRuntime(Runtime):
         blocks = min(layout.blocks, method.topk) * method.block
         old = layout.initial + blocks + max(0, n - method.local - layout.rest)
         return [old + min(n, method.local)] * self.setup.config.num_layers
+
+    def choosing_bytes(self, n: int) -> int:
+        """The mean key of every block and query head, where there are more blocks than are read."""
+        blocks, config = Layout.at(self.method, n - 1).blocks, self.setup.config
+        size = config.num_heads * config.head_dim * self.memory.means.element_size()
+        return config.num_layers * blocks * size if blocks > self.method.topk else 0
