@@ -125,9 +125,11 @@ def test_experts_of_few_bits_with_another_activation(rows, kind, activation):
     check_mixture("cpu", rows, 4, 2, 64, 64, F16, True, activation, kind)
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize(
+    "kind, dtype, activation",
+    [("int4", F16, SILU), ("int4", BF16, CLAMP), ("int8", BF16, SILU)],
+)
 @pytest.mark.parametrize("rows, count, best", [(1, 32, 4), (3, 2, 2), (16, 8, 2)])
-@pytest.mark.parametrize("dtype, activation", [(F16, SILU), (BF16, CLAMP)])
 def test_experts_of_few_bits(kind, rows, count, best, dtype, activation):
     """Groups of 32 and 64; columns that fill no round, and some that do."""
     hidden, width = (64, 576) if rows == 3 else (64, 64)

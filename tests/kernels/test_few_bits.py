@@ -145,8 +145,15 @@ def test_every_value_is_unpacked_exactly_at_every_place_of_a_word(kind, dtype):
         assert torch.equal(multiply_few_bits(x, words).t().long(), values[:, first : first + 16])
 
 
-@pytest.mark.parametrize("kind, group", [("int4", 32), ("int8", 64), ("int8", 0)])
-@pytest.mark.parametrize("gated, dtype", [(False, F32), (True, BF16)])
+@pytest.mark.parametrize(
+    "kind, group, gated, dtype",
+    [
+        ("int4", 32, True, BF16),
+        ("int4", 32, False, F32),
+        ("int8", 64, False, F32),
+        ("int8", 0, True, BF16),
+    ],
+)
 def test_a_rows_bits_do_not_depend_on_its_neighbours(kind, group, gated, dtype):
     """A row alone, at any place and among any number of rows."""
     words = Words.of(matrix(kind, 42, 1152, group, scales=BF16))
