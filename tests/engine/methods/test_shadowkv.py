@@ -160,7 +160,7 @@ def test_of_full_rank_over_all_chunks_it_is_full_attention(shape, n, seed):
     world.runtime.end_prompt(n)
     object.__setattr__(method, "leaves_out", lambda indexed, budget: indexed > 0)
     out = world.runtime.attend(3, q, world.step(n))
-    assert world.runtime.chosen[1].index is not None
+    assert world.runtime.chosen[world.plan.group_of[3]].index is not None
     for head in range(shape[0]):
         kv = head * shape[1] // shape[0]
         expected = attention(q[0, 0, head], k[0, kv], v[0, kv], list(range(n)))
@@ -330,7 +330,7 @@ def test_a_step_brings_v_alone_of_what_any_head_chose_once(shape, backend):
 @pytest.mark.parametrize("bank", ["int8", "int4", "fp8"])
 def test_v_of_packed_rows_comes_alone_too(bank):
     """Spans of rows that begin in the middle of a copied word: the device's bits."""
-    config = tiny_config(layers=3, heads=4, kv_heads=1)
+    config = tiny_config(layers=3, heads=4, kv_heads=1, hidden=128)
     llm = tiny_llm(Full(), config, tiny_weights(config), max_context=256, chunk=64, bank=bank)
     method = ShadowKV(tokens=40, outliers=2, recent=16, answer=20)
     with llm.session(method, offload="host") as one, llm.session(method, offload="device") as two:
@@ -347,7 +347,7 @@ def test_v_of_packed_rows_comes_alone_too(bank):
     [
         (dict(tokens=10, share=0.5), "at most one"),
         (dict(tokens=7), "tokens: found 7, expected at least a chunk of 8 tokens"),
-        (dict(rank=0), "rank: found 0, expected an int from 1"),
+        (dict(rank=0), "rank: found 0, expected an int >= 1"),
         (dict(chunk=0), "chunk: found 0"),
         (dict(outliers=-1), "outliers: found -1"),
         (dict(recent=0), "recent: found 0"),
