@@ -312,8 +312,8 @@ class RocketRuntime(Selecting):
         size, heads = self.method.page, self.low.shape[2]
         counts = [0 if self._covers(b, n) else self._pages(b, n) for b, n in enumerate(lengths)]
         for b, found in enumerate(self.bounds.view(len(q), heads, -1)):
-            sides = (side[group, b, :, :, : counts[b]] for side in (self.low, self.high))
-            bound = bounds(grouped(q[b, -1], heads), *sides, self._channels)
+            low, high = (side[group, b, :, :, : counts[b]] for side in (self.low, self.high))
+            bound = bounds(grouped(q[b, -1], heads), low, high, self._channels)
             found[:, : counts[b]] = reduced(bound, self.method.gqa_reduce)
         stop = on_device(counts, torch.int32, q.device).repeat_interleave(heads)
         taken = torch.empty_like(stop)
