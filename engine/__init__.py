@@ -66,6 +66,7 @@ _HOMES = {
     "Quest": "engine.methods.select.quest",
     "QuoKA": "engine.methods.prompts.quoka",
     "TidalDecode": "engine.methods.select.tidaldecode",
+    "RetroInfer": "engine.methods.select.wave.retroinfer",
     "WindowRecompute": "engine.methods.window_recompute",
     "SamplingParams": "engine.sampling.params",
 }

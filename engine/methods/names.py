@@ -44,6 +44,7 @@ NAMES = (
     "random_eviction_all",
     "random_topk",
     "razor",
+    "retroinfer",
     "rkv",
     "rocketkv",
     "roco",

@@ -32,6 +32,7 @@ from engine.methods.select.infllm import InfLLM
 from engine.methods.select.pod import PodUntrained
 from engine.methods.select.rocket.rocketkv import RocketKV
 from engine.methods.select.shadow.shadowkv import ShadowKV
+from engine.methods.select.wave.retroinfer import RetroInfer
 from tools.calibrate.pod_groups import read_blocks
 from tools.compare.bytes import device_share
 
@@ -407,6 +408,12 @@ def clusterkv(facts: Facts, share: float) -> ClusterKV:
     """
     segment = min(ClusterKV.segment, max(16, facts.capacity // 16))
     return ClusterKV(share=share, segment=segment, per=min(ClusterKV.per, segment // 4))
+
+
+def retroinfer(facts: Facts, share: float) -> RetroInfer:
+    """Build RetroInfer with segments of a 16th of the text, 8,192 tokens at most."""
+    segment = min(RetroInfer.segment, max(16, facts.capacity // 16))
+    return RetroInfer(share=share, segment=segment, per=min(RetroInfer.per, segment // 4))
 
 
 def pqcache(facts: Facts, share: float) -> PQCache:

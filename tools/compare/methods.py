@@ -79,6 +79,7 @@ from tools.compare.build import (
     pqcache,
     razor,
     recomputes,
+    retroinfer,
     rocketkv,
     segments_of_budget,
     shadowkv,
@@ -360,6 +361,12 @@ REGISTRY: dict[str, Entry] = {
         keeps_all,
         group="others",
     ),
+    "retroinfer": Entry(
+        "RetroInfer, the best clusters read, the next ones as a mean each",
+        retroinfer,
+        keeps_all,
+        group="others",
+    ),
     "double_sparsity": Entry(
         "Double Sparsity, by few channels found beforehand; from double_sparsity.json "
         "(tools.studies.heavy_channels)",
@@ -501,6 +508,7 @@ CHOOSING = {
     "sparq": ("kv_head", "sparq"),
     "double_sparsity": ("kv_head", "double_sparsity"),
     "clusterkv": ("kv_head", "clusterkv"),
+    "retroinfer": ("kv_head", "retroinfer"),
     "pqcache": ("kv_head", "pqcache"),
     "delta": ("layer", "delta"),
     "omnikv_top_p": ("layer", "omnikv_top_p"),

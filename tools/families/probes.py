@@ -39,6 +39,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "quoka": {"tokens": EVERYTHING, "block": 16},
     "pod_untrained": {},
     "pqcache": {"tokens": EVERYTHING, "train": 64},
+    "retroinfer": {"tokens": EVERYTHING, "segment": 64, "per": 8},
     "h2o_plus": {"tokens": EVERYTHING, "segment": EVERYTHING},
     "snapkv_plus": {"tokens": EVERYTHING, "segment": EVERYTHING},
 }

@@ -62,6 +62,7 @@ SETTINGS = {
         dict(tokens=64, rank=16, outliers=2, recent=16, answer=32),
         dict(share=0.1, chunk=4, outliers=3, recent=8, answer=24, gqa_reduce="mean"),
     ],
+    "retroinfer": [dict(tokens=64, segment=64, per=8), dict(share=0.2, segment=100, per=10)],
     "sparq": [dict(tokens=64, r=16), dict(share=0.1, mean=False, gqa_reduce="max")],
     "tidaldecode": [dict(tokens=64), dict(share=0.1, gqa_reduce="max", correction_layer=5)],
     "oracle_topk": [dict(tokens=64, tail=64), dict(share=0.1, granularity="query_head")],

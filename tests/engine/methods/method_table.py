@@ -74,6 +74,7 @@ from engine.methods.select.quest import Quest
 from engine.methods.select.rocket.rocketkv import RocketKV
 from engine.methods.select.shadow.shadowkv import ShadowKV
 from engine.methods.select.tidaldecode import TidalDecode
+from engine.methods.select.wave.retroinfer import RetroInfer
 from engine.methods.window_recompute import WindowRecompute
 from engine.plan.layers import tail_start
 from tests.builders import SESSION_MODEL
@@ -626,6 +627,17 @@ ROWS = (
         (
             ClusterKV(tokens=40, sink=4, segment=40, per=4),
             ClusterKV(share=0.2, sink=0, segment=33, per=3, gqa_reduce="sum", dense_layers=1),
+        ),
+        rows_by_head,
+        selects=True,
+    ),
+    Row(
+        "retroinfer",
+        RetroInfer(tokens=CAPACITY),
+        (
+            RetroInfer(tokens=48, sink=4, segment=40, per=4),
+            RetroInfer(share=0.2, sink=0, segment=33, per=3, estimate=1.0, gqa_reduce="sum"),
+            RetroInfer(tokens=48, segment=60, per=5, estimate=0.0, dense_layers=1),
         ),
         rows_by_head,
         selects=True,

@@ -20,6 +20,7 @@ from engine import (
     PQCache,
     Quest,
     RandomTopK,
+    RetroInfer,
     SparQ,
     TidalDecode,
 )
@@ -55,6 +56,8 @@ CHOOSING = [
     SparQ(tokens=80, r=4),
     ClusterKV(tokens=40, sink=4, segment=40, per=4),
     ClusterKV(share=0.2, segment=33, per=3, gqa_reduce="sum"),
+    RetroInfer(tokens=48, sink=4, segment=40, per=4),
+    RetroInfer(share=0.2, sink=0, segment=33, per=3, estimate=1.0),
     DoubleSparsity(tokens=20, channels=heavy_channels(), count=5),
     DoubleSparsity(share=0.2, channels=heavy_channels(), gqa_reduce="mean"),
     SparQ(share=0.2, r=8, gqa_reduce="max", dense_layers=1),

@@ -41,6 +41,7 @@ from engine.methods.select.quest import Quest
 from engine.methods.select.rocket.rocketkv import RocketKV
 from engine.methods.select.shadow.shadowkv import ShadowKV
 from engine.methods.select.tidaldecode import TidalDecode
+from engine.methods.select.wave.retroinfer import RetroInfer
 from engine.model.tensors import random_stream
 from engine.plan.layers import Role, layer_plan, spread_over
 from engine.session.generate import generate
@@ -242,6 +243,7 @@ def test_check_leaves_the_session_as_it_was(llm):
 OTHERS = {
     "quest": Quest(tokens=64, dense_layers=1),
     "clusterkv": ClusterKV(tokens=40, segment=40, per=4),
+    "retroinfer": RetroInfer(tokens=48, segment=40, per=4),
     "double_sparsity": DoubleSparsity(tokens=40, channels=heavy_channels(LAYERS)),
     "pqcache": PQCache(tokens=64, sink=4, train=100, rounds=2),
     "rocketkv": RocketKV(tokens=64, page=8, answer=32),
