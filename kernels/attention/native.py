@@ -131,17 +131,13 @@ def attend(
     lse = torch.empty(units, queries * group)
     parts = _room(parts, units, queries * group, dim, visited)
     lengths = None if each is None else each + (rows - start)
-    # the kernel counts them from the run's first row, which is not row 0
-    added = None if logs is None else logs.data_ptr() - start * logs.element_size()
     call = _Call(
         folded.data_ptr(), k.data_ptr(), v.data_ptr(),
         k.stride(0) * size, k.stride(1) * size, v.stride(0) * size, v.stride(1) * size,
-        None if index is None else index.data_ptr(),
-        0 if index is None or len(index) == 1 else index.stride(0),
-        out.data_ptr(), lse.data_ptr(), parts.data_ptr(),
-        None if logits is None else logits.data_ptr(), visited, None,
-        None if lengths is None else lengths.data_ptr(), added, units, queries, group, dim, kept,
-        start, visited, SPLIT, torch.get_num_threads(), units // kv_heads, scale, softmax.cap, unit,
+        _pointer(index), 0 if index is None or len(index) == 1 else index.stride(0),
+        out.data_ptr(), lse.data_ptr(), parts.data_ptr(), _pointer(logits), visited, None,
+        _pointer(lengths), _pointer(logs, start), units, queries, group, dim, kept, start, visited,
+        SPLIT, torch.get_num_threads(), units // kv_heads, scale, softmax.cap, unit,
     )  # fmt: skip
     if alike:
         pointers = ctypes.c_void_p(q.data_ptr()), ctypes.c_void_p(out.data_ptr())
@@ -152,6 +148,11 @@ def attend(
     lse = _of_queries(lse[..., None], queries)[..., 0]
     out, lse = softmax.sunk(_of_queries(out, queries), lse)
     return out.to(q.dtype) if narrow else out, lse
+
+
+def _pointer(t: torch.Tensor | None, first: int = 0) -> int | None:
+    """Where a tensor lies, or would if it began `first` elements before; None: there is none."""
+    return None if t is None else t.data_ptr() - first * t.element_size()
 
 
 def _of_queries(found: torch.Tensor, queries: int) -> torch.Tensor:

@@ -391,32 +391,27 @@ def decode_sparse_triton(
         scratch = make_scratch(largest, q.device, "triton")
     sized = budget, kv_heads, processors(q.device)
     split, splits = sparse_split(*sized), sparse_splits(*sized)
-    config = sparse_config(
-        queries, group, head_dim, q.element_size(), k.dtype if is_packed(k) else None
-    )
-    block = min(config.block, split)
+    packed = k.dtype if is_packed(k) else None
+    config = sparse_config(queries, group, head_dim, q.element_size(), packed)
+    block, tiles = min(config.block, split), kv_heads * -(-queries // config.queries)
     slots = batch * heads * queries * splits
     scratch.require(part=slots * head_dim, lse=slots, out_lse=batch * queries * heads)
     out, q = q.new_empty(q.shape), wide_stored_queries(q, k)
-    tiles = kv_heads * -(-queries // config.queries)
+    places = index, counts, tail_start, lengths, scratch.lse if logs is None else logs
+    lists = index.stride(0), index.stride(1) if index.shape[1] > 1 else 0
+    lists += (0 if logs is None else logs.stride(0),)
     sparse_kernel[(splits, tiles, batch)](
         q,
         k,
         v,
-        index,
-        counts,
-        tail_start,
-        lengths,
-        scratch.lse if logs is None else logs,
+        *places,
         *scratch.partial(out),
         softmax.pointer(scratch.lse),
         scale,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
-        index.stride(0),
-        index.stride(1) if index.shape[1] > 1 else 0,
-        0 if logs is None else logs.stride(0),
+        *lists,
         kv_heads,
         queries,
         EACH=counts.dim() == 2,
