@@ -398,8 +398,8 @@ def decode_sparse_triton(
     scratch.require(part=slots * head_dim, lse=slots, out_lse=batch * queries * heads)
     out, q = q.new_empty(q.shape), wide_stored_queries(q, k)
     places = index, counts, tail_start, lengths, scratch.lse if logs is None else logs
-    lists = index.stride(0), index.stride(1) if index.shape[1] > 1 else 0
-    lists += (0 if logs is None else logs.stride(0),)
+    each = index.stride(1) if index.shape[1] > 1 else 0
+    lists = index.stride(0), each, 0 if logs is None else logs.stride(0)
     sparse_kernel[(splits, tiles, batch)](
         q,
         k,
