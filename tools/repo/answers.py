@@ -39,6 +39,7 @@ SETTINGS = {
     "omnikv": [
         OMNIKV,
         OMNIKV | dict(tokens=None, share=0.1, wait_layers=0, sink=4),
+        OMNIKV | dict(residual="sample"),
         OMNIKV | dict(selector="uniform"),
         OMNIKV | dict(selector="exponential", scores="raw"),
         OMNIKV | dict(prefill_ratio=2, prefill_block=64, prefill_dense_end=64),
