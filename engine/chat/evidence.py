@@ -89,8 +89,9 @@ def _nothing_sparse(chat: Chat) -> str:
         reads = "drops tokens and chooses none" if session.plan.partial_layers else "reads all"
         begin = "a conversation without --forever can" if session.endless else CHOOSES
         return f"{name} {reads}; {begin}"
-    if session.bank.forgets:
-        return f"{name} has freed rows that full attention would read"
+    if session.bank.forgets or session.bank.lacks:
+        keeps = f"; /method {name} forget=False keeps them" if session.bank.lacks else ""
+        return f"{name} has freed rows that full attention would read{keeps}"
     if found := waits(session):
         return f"{name} is {found}; {CHOOSES}"
     return f"{name}: {found}; {_fewer(session)}" if (found := covers(session)) else ""
@@ -132,10 +133,15 @@ def run_sources(chat: Chat, rest: str) -> None:
         return
     if not conversation.choices.made:
         what = "ran full attention: it read every token and chose none"
-        plan = conversation.session.plan
+        session = conversation.session
+        plan = session.plan
         if plan.partial_layers and not plan.sparse_layers:
             what = "chose no passage"
-        display.line(f"the last answer {what} ({_how_to_choose(chat)})")
+        why = _how_to_choose(chat)
+        if plan.sparse_layers and chat.last.sparse_steps and not _drafts(conversation):
+            # what is read follows from places, as PoD's distant tokens do
+            what, why = "chose no passage", f"{session.method.name} ranks none; {CHOOSES}"
+        display.line(f"the last answer {what} ({why})")
         return
     if is_file:
         write_sources(chat, rest)

@@ -222,6 +222,9 @@ def result(name: str, tier: str, limit: float) -> dict[str, object]:
     retried = [s.answers for s in steps if s.line in (ASKED[1][0], "/retry")]
     failures = [wrong] * bool(wrong) + [f"{s.line}: {s.failed}" for s in steps if s.failed]
     refusals = [f"{s.line}: {s.refused}" for s in steps if s.refused and not s.failed]
+    restored = "refused" if any(r.startswith("/load") for r in refusals) else ""
+    if any(r.startswith("/save") for r in refusals):  # then there is nothing to come back to
+        refusals = [r for r in refusals if not r.startswith("/load")]
     sides = dict(branches(name, tier))
     failures += [f"{what}: {how}" for what, how in sides.items() if how.startswith("FAILED")]
     return {
@@ -231,7 +234,7 @@ def result(name: str, tier: str, limit: float) -> dict[str, object]:
         "answers": sum(bool("".join(s.answers).strip()) for s in asked),
         "right": len(right),
         "back": "same" if retried[1:] == retried[:1] else "other",
-        "restored": "same" if twice[1:] == twice[:1] else "other",
+        "restored": restored or ("same" if twice[1:] == twice[:1] else "other"),
         **{f"/{word}": said(steps, f"/{word}") for word in ("sources", "check")},
         **sides,
         "refused": refusals,
@@ -272,7 +275,7 @@ def table(rows: Sequence[dict]) -> str:
     for title, key in (("What was refused", "refused"), ("What failed", "failed")):
         lines: dict[str, list[str]] = {}
         for row in rows:
-            for line in row[key]:
+            for line in dict.fromkeys(re.sub(r"\S*/talk\.omnikv", "FILE", s) for s in row[key]):
                 lines.setdefault(line, []).append(f"{row['method']} ({row['tier']})")
         out += ["", f"## {title}", ""]
         out += [f"- {', '.join(who)}: `{line}`" for line, who in lines.items()] or ["Nothing."]
@@ -280,7 +283,7 @@ def table(rows: Sequence[dict]) -> str:
         kinds: dict[str, list[str]] = {}
         for row in rows:
             if row[key]:
-                words = re.sub(r"[\d.,]+", "N", row[key].replace(row["method"], "METHOD"))
+                words = re.sub(r"\d[\d.,]*", "N", row[key].replace(row["method"], "METHOD"))
                 kinds.setdefault(words, []).append(f"{row['method']} ({row['tier']})")
         out += ["", f"## {title}", ""]
         out += [f"- {line}: {', '.join(who)}" for line, who in kinds.items()]

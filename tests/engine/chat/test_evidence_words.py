@@ -47,6 +47,15 @@ def test_check_under_a_method_that_chooses_nothing_is_in_the_chats_words(said, n
     assert ("the last answer chose no passage (h2o drops tokens" in err) == (name == "h2o")
 
 
+def test_what_shares_logits_is_not_called_full_attention_and_freed_keys_are_not_compared(said):
+    """PoD, whose keys of distant tokens are gone in some heads."""
+    blocks = str(((0, 2, 4, 6),) * 2).replace(" ", "")
+    err = said(f"/method pod_untrained blocks={blocks} recent=256", ASKED, "/sources", "/check 4")
+    assert "the last answer chose no passage (pod_untrained ranks none; /method omnikv" in err
+    told = "nothing to compare: pod_untrained has freed rows that full attention would read; "
+    assert told + "/method pod_untrained forget=False keeps them" in err and "error" not in err
+
+
 def test_what_a_method_cannot_do_is_said_with_a_command_of_the_chat(said, tmp_path):
     assert "(/method full in the chat, " in said(
         "/method h2o forget=False", f"/save {tmp_path / 'a'}"
