@@ -36,8 +36,10 @@ from engine.methods.omnikv.method import OmniKV as OmniKV
 from engine.methods.oracle.random_topk import RandomTopK as RandomTopK
 from engine.methods.oracle.topk import OracleTopK as OracleTopK
 from engine.methods.oracle.topp import OracleTopP as OracleTopP
+from engine.methods.prompts.kascade_tiles import KascadeTiles as KascadeTiles
 from engine.methods.prompts.quoka import QuoKA as QuoKA
 from engine.methods.select.across.delta import Delta as Delta
+from engine.methods.select.across.hshare import HShare as HShare
 from engine.methods.select.across.kascade import Kascade as Kascade
 from engine.methods.select.across.less_is_more import LessIsMore as LessIsMore
 from engine.methods.select.across.omnikv_heads import OmniKVHeads as OmniKVHeads

@@ -302,3 +302,21 @@ def budget_from_mem(mem: float, dense_share: float) -> float:
 def mem_from_budget(tokens: int | float, prompt: int, dense_share: float) -> float:
     """Return the Mem% of a budget of `tokens`: a + b (1 - a), b = tokens / prompt, at most 1."""
     return dense_share + min(1.0, tokens / max(1, prompt)) * (1.0 - dense_share)
+
+
+def shared_groups(
+    sources: Sequence[int], local_layers: Sequence[int] = (), recurrent_layers: Sequence[int] = ()
+) -> LayerPlan:
+    """Return the plan in which every layer is SPARSE, in the group of sources[layer]: the layer
+    itself, or one before it that is its own source. local_layers are LOCAL and recurrent_layers
+    RECURRENT, whatever `sources` says.
+    """
+    others = _by_design(local_layers, recurrent_layers)
+    members: dict[int, list[int]] = {}
+    for layer, source in enumerate(sources):
+        if layer not in others:
+            members.setdefault(source, []).append(layer)
+    number = {layer: i for i, own in enumerate(members.values()) for layer in own}
+    roles = tuple(others.get(layer, Role.SPARSE) for layer in range(len(sources)))
+    groups = tuple(Group(source, tuple(own)) for source, own in members.items())
+    return LayerPlan(roles, groups, tuple(map(number.get, range(len(sources)))))

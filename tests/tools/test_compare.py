@@ -136,7 +136,16 @@ def test_every_method_of_the_engine_can_be_compared():
 
     oracles = {entry.oracle for entry in REGISTRY.values()}  # of a method's own layers
     # of a model's files
-    own = {"pod_untrained", "pod_snapkv", "double_sparsity", "duo", "razor", "kascade"}
+    own = {
+        "pod_untrained",
+        "pod_snapkv",
+        "double_sparsity",
+        "duo",
+        "razor",
+        "kascade",
+        "kascade_tiles",
+        "hshare",
+    }
     made = {
         type(REGISTRY[name].build(Facts(None, 1024, (2,)), 0.3))
         for name in REGISTRY

@@ -175,7 +175,12 @@ def test_every_method_that_chooses_has_an_oracle_of_its_granularity():
         assert oracle.granularity == entry.granularity in GRANULARITIES, name
 
 
-FILES = ("kascade", "double_sparsity")  # of a model's own files, which this one has not
+FILES = (
+    "kascade",
+    "kascade_tiles",
+    "hshare",
+    "double_sparsity",
+)  # of a model's own files, which this one has not
 WHOLE = ("pqcache",)  # reads a text of fewer tokens than it learns from
 
 

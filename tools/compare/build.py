@@ -22,8 +22,11 @@ from engine.methods.evict.snapkv_plus import SnapKVPlus
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.oracle.settings import ByGranularity
 from engine.methods.oracle.topk import OracleTopK
+from engine.methods.prompts.kascade_tiles import KascadeTiles
 from engine.methods.prompts.quoka import QuoKA
+from engine.methods.select.across import sharing
 from engine.methods.select.across.head_map import NAME
+from engine.methods.select.across.hshare import HShare
 from engine.methods.select.across.kascade import Kascade
 from engine.methods.select.index.clusterkv import ClusterKV
 from engine.methods.select.index.double_sparsity import DoubleSparsity
@@ -247,6 +250,12 @@ def whole_blocks(llm: LLM, method: QuoKA, length: int) -> int:
     return length // both * both
 
 
+def whole_tiles(llm: LLM, method: KascadeTiles, length: int) -> int:
+    """As `whole_blocks`, of tiles."""
+    both = math.lcm(llm.chunk, method.tile)
+    return length // both * both
+
+
 def whole_segments(llm: LLM, method: H2OPlus | SnapKVPlus, length: int) -> int:
     """Tokens of the whole segments of a method that evicts while it reads."""
     segment = method.segment
@@ -354,10 +363,25 @@ def filters(facts: Facts) -> tuple[int, ...] | None:
     return method.filter_layers if isinstance(method, OmniKV) else None
 
 
-def kascade(facts: Facts, share: float) -> Kascade | str:
+def kascade(facts: Facts, share: float, kind: type[Kascade] = Kascade) -> Kascade | str:
     """Build Kascade at a share of the tokens. Without anchors: how to make them."""
     try:
-        method = Kascade(head_map=Path(facts.llm.folder) / NAME, share=share, least=1)
+        method = kind(head_map=Path(facts.llm.folder) / NAME, share=share, least=1)
+        facts.llm.resolve_method(method)
+    except SettingError as error:
+        return str(error)
+    return method
+
+
+def hshare(facts: Facts, share: float) -> HShare | str:
+    """Build HShare at a share of the tokens, a quarter of them newest ones. Without a file of what
+    is shared: how to make it.
+    """
+    recent = max(1, min(HShare.recent, round(share * facts.capacity) // 4))
+    sinks = min(HShare.sinks, recent)
+    try:
+        path = Path(facts.llm.folder) / sharing.NAME
+        method = HShare(sharing=path, share=share, recent=recent, sinks=sinks)
         facts.llm.resolve_method(method)
     except SettingError as error:
         return str(error)

@@ -19,6 +19,7 @@ from engine import (
     FastGen,
     Full,
     H2OPlus,
+    KascadeTiles,
     Keyformer,
     KVzip,
     LessIsMore,
@@ -68,6 +69,7 @@ from tools.compare.build import (
     evicting_at_bytes,
     evicting_while_reading,
     filters,
+    hshare,
     infllm,
     infllm_within,
     kascade,
@@ -87,6 +89,7 @@ from tools.compare.build import (
     whole_blocks,
     whole_chunks,
     whole_segments,
+    whole_tiles,
 )
 from tools.compare.kept import KeepsDense, without
 from tools.compare.own import entry as own_entry
@@ -453,6 +456,22 @@ REGISTRY: dict[str, Entry] = {
         keeps_all,
         group="others",
     ),
+    "kascade_tiles": Entry(
+        "Kascade in prompts too: 128 queries choose together; from kascade.json "
+        "(tools.calibrate.anchors)",
+        partial(kascade, kind=KascadeTiles),
+        keeps_all,
+        group="others",
+        reads="own",
+        head=whole_tiles,
+    ),
+    "hshare": Entry(
+        "HShare, lists per K/V head that layers, heads and two steps share; from hshare.json "
+        "(tools.calibrate.sharing)",
+        hshare,
+        keeps_all,
+        group="others",
+    ),
     "less_is_more": Entry(
         "LessIsMore, the union of what heads name in OmniKV's filter layers",
         lambda facts, share: LessIsMore(share=share, layers=filters(facts)),
@@ -513,6 +532,7 @@ CHOOSING = {
     "delta": ("layer", "delta"),
     "omnikv_top_p": ("layer", "omnikv_top_p"),
     "kascade": ("kv_head", "kascade"),
+    "hshare": ("kv_head", "hshare"),
     "less_is_more": ("layer", "less_is_more"),
 }
 

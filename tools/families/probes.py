@@ -121,8 +121,8 @@ def _method(
     if name == "razor":
         scores = ((1.0,) * llm.config.num_kv_heads,) * llm.config.num_layers
         settings = {"heads": (scores, scores), "induction": 1.0}
-    if name in ("kascade", "less_is_more", "delta"):
-        settings["anchors" if name == "kascade" else "layers"] = (first,)
+    if name in ("kascade", "kascade_tiles", "less_is_more", "delta"):
+        settings["anchors" if name.startswith("kascade") else "layers"] = (first,)
     if name == "double_sparsity":
         channels = ((tuple(range(llm.config.head_dim)),) * llm.config.num_kv_heads,)
         settings["channels"] = channels * llm.config.num_layers

@@ -73,6 +73,11 @@ SETTINGS = {
         dict(tokens=64, anchors=(0, 2, 5), head_map=((0, 1), (1, 1), (0, 1), (1, 0)) * 2),
         dict(anchors=(0, 4), least=16),
     ],
+    "kascade_tiles": [dict(tokens=64, tile=32, anchors=(0, 2, 5))],
+    "hshare": [
+        dict(tokens=64, layers=(0, 1, 0, 3, 1, 5, 5, 7), heads=((0, 1), (0, 0)) * 4),
+        dict(share=0.2, steps=3, recent=8),
+    ],
     "delta": [dict(tokens=80, page=8), dict(share=0.2, layers=(1, 3), newest=1)],
     "less_is_more": [dict(tokens=64), dict(share=0.1, layers=(1, 3), recent=0.0)],
     "minference": [{}],

@@ -24,6 +24,7 @@ from engine.bank.base import Bank
 from engine.bank.row_origins import Span
 from engine.base.checks import integer
 from engine.methods.base import Runtime, Setup
+from engine.methods.prompts.blocks import blocks_of, spans_of
 from engine.methods.select.base import Budgeted, Buffer
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
@@ -65,15 +66,8 @@ class QuoKA(Budgeted):
         return super().budget(length)
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
-        """The blocks of queries start .. stop-1: (first, last, first row of the band, rows chosen
-        below that). A block whose budget covers its past chooses nothing.
-        """
-        first = start
-        while first < stop:
-            local = first // self.block * self.block
-            last, kept = min(stop, local + self.block), self.budget(local)
-            yield first, last, 0 if kept >= local else local, 0 if kept >= local else kept
-            first = last
+        """The blocks of queries start .. stop-1."""
+        return blocks_of(start, stop, self.block, self.budget)
 
     def buffers(
         self, plan: LayerPlan, config: ModelConfig, capacity: int, batch: int = 1
@@ -117,11 +111,7 @@ class QuoKA(Budgeted):
         self, plan: LayerPlan, begin: int, first: int, stop: int, total: float
     ) -> list[Span]:
         """A block that a chunk or the prompt cuts chooses for itself."""
-        spans: list[Span] = []
-        for low, high, _, kept in self.blocks(first, stop):
-            whole = low % self.block == 0 and high - low == self.block
-            spans.append((high, self._described if whole or not kept else None))
-        return spans
+        return spans_of(self.blocks(first, stop), self.block, self._described)
 
     @property
     def _described(self) -> str:

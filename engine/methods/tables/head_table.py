@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.base.checks import found as shown
-from engine.base.errors import SettingError
+from engine.base.errors import EngineError, SettingError
 from engine.model.config.config import ModelConfig
 from weights.errors import BadCheckpoint
-from weights.jsonfile import parse, read_text
+from weights.fingerprint import fingerprint
+from weights.jsonfile import parse, present, read_text
 
 Facts = tuple[tuple[str, Any], ...]  # (name, value) of a model's numbers
 
@@ -78,6 +79,29 @@ def checked_facts(facts: Any) -> Facts:
         if isinstance(pair[1], bool) or not isinstance(pair[1], (int, str)):
             raise SettingError(f"made_for: found {shown(pair)}, expected a whole number or a text")
     return tuple((name, value) for name, value in pairs)
+
+
+def require_folder(path: Path, data: dict[str, Any], table: Table) -> None:
+    """Raise SettingError where a file names the weights that it was made for and lies beside
+    others.
+    """
+    made_for = data.get("fingerprint")
+    if made_for is None or not present(path.parent / "config.json"):
+        return
+    mine = _fingerprint(path.parent)
+    if mine and made_for != mine:
+        raise SettingError(
+            f"{table.name}: {path}: made for a model with fingerprint {shown(made_for)[:14]}, "
+            f"beside one with {mine[:12]}; {table.how}"
+        )
+
+
+def _fingerprint(folder: Path) -> str:
+    """The fingerprint of a model's folder; "" where its tensors do not lie there."""
+    try:
+        return fingerprint(folder)
+    except (EngineError, OSError):
+        return ""
 
 
 def require_model(

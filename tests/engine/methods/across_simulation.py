@@ -16,6 +16,17 @@ def kascade(q, k, count):
     return best(softmax_of(q, k).sum(1), count)
 
 
+def hshare(q, k, budget, sinks, recent):
+    """(one ascending list per K/V head, first of the newest) of a step that chooses: the first
+    tokens and, of those before the newest, the highest sums over a group of the softmax.
+    """
+    tail = max(0, k.shape[1] - recent)
+    between = softmax_of(q, k).sum(1)[:, sinks : max(sinks, tail)]
+    chosen = best(between, budget - sinks - recent)
+    first = list(range(min(sinks, tail)))
+    return [[*first, *(place + sinks for place in row)] for row in chosen], tail
+
+
 def omnikv_heads(q, k, count, stop):
     """One ascending list per K/V head of positions below stop: the highest maxima in its group."""
     return best(softmax_of(q, k).amax(1)[:, :stop], count)

@@ -57,8 +57,10 @@ from engine.methods.omnikv.method import OmniKV
 from engine.methods.oracle.random_topk import RandomTopK
 from engine.methods.oracle.topk import OracleTopK
 from engine.methods.oracle.topp import OracleTopP
+from engine.methods.prompts.kascade_tiles import KascadeTiles
 from engine.methods.prompts.quoka import QuoKA
 from engine.methods.select.across.delta import Delta
+from engine.methods.select.across.hshare import HShare
 from engine.methods.select.across.kascade import Kascade
 from engine.methods.select.across.less_is_more import LessIsMore
 from engine.methods.select.across.omnikv_heads import OmniKVHeads
@@ -227,10 +229,21 @@ def heavy_channels(layers=7, kv_heads=2):
     return tuple(tuple(of(layer, head) for head in range(kv_heads)) for layer in range(layers))
 
 
+def sharing(layers=7, kv_heads=2):
+    """Of four layers the third reads the first's lists, and of two K/V heads the odd the even's in
+    every layer but the first, of those that choose.
+    """
+    heads = tuple(tuple(h - (h % 2 and i > 0) for h in range(kv_heads)) for i in range(layers))
+    return dict(layers=tuple(i - 2 * (i % 4 == 2) for i in range(layers)), heads=heads)
+
+
 def fitted(method, layers, kv_heads):
     """The method for a model of another shape than the table's."""
-    if type(method) is Kascade and method.head_map:
+    if isinstance(method, Kascade) and method.head_map:
         return replace(method, head_map=crossed_heads(layers, kv_heads))
+    if type(method) is HShare:
+        given = sharing(layers, kv_heads).items()
+        return replace(method, **{key: value for key, value in given if getattr(method, key)})
     if type(method) is DoubleSparsity:
         return replace(method, channels=heavy_channels(layers, kv_heads))
     if type(method) is Razor:
@@ -748,6 +761,31 @@ ROWS = (
         (
             Kascade(tokens=20, anchors=(0, 2, 5), head_map=crossed_heads()),
             Kascade(share=0.1, least=8, anchors=(1, 4)),
+        ),
+        rows_by_head,
+        selects=True,
+        scans=lambda plan, layer: plan.groups[plan.group_of[layer]].filter_layer == layer,
+    ),
+    Row(
+        "kascade_tiles",
+        KascadeTiles(tokens=CAPACITY, anchors=(0, 2, 5)),
+        (
+            KascadeTiles(tokens=24, tile=40, anchors=(0, 2, 5), head_map=crossed_heads()),
+            KascadeTiles(share=0.1, least=8, tile=20, anchors=(1, 4)),
+        ),
+        rows_by_head,
+        selects=True,
+        scans=lambda plan, layer: plan.groups[plan.group_of[layer]].filter_layer == layer,
+        approximate=True,
+        stays="a prompt's layers gather from it, head by head",
+        chunk_defined="a tile of queries ends where its chunk ends, and chooses for itself",
+    ),
+    Row(
+        "hshare",
+        HShare(tokens=CAPACITY),
+        (
+            HShare(tokens=40, recent=9, sinks=3, **sharing()),
+            HShare(share=0.2, recent=4, sinks=0, steps=3, layers=sharing()["layers"]),
         ),
         rows_by_head,
         selects=True,

@@ -14,9 +14,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import Delta, Kascade, LessIsMore, OmniKV, OmniKVHeads, OmniKVTopP, TidalDecode
+from engine import (
+    Delta,
+    HShare,
+    Kascade,
+    LessIsMore,
+    OmniKV,
+    OmniKVHeads,
+    OmniKVTopP,
+    OracleTopK,
+    TidalDecode,
+)
 from engine.base.errors import SettingError
 from engine.methods.select.across.head_map import map_text, read_npy
+from engine.methods.select.across.sharing import sharing_text
 from engine.plan.layers import Role, tail_start
 from tests.builders import GROUPS, POCKET, World, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods import across_simulation as simulation
@@ -124,6 +135,96 @@ def test_the_heads_of_less_is_more_name_tokens_in_turn(
             assert int(world.runtime.tail_start(step)[0]) == rules[0][1]
             assert len(rules[0][0]) + lengths[0] - rules[0][1] == count
     assert_reads(world, 3, q, world.runtime.attend(3, q, step), lists, tails)
+
+
+@BACKENDS
+@given(
+    SHAPES,
+    st.lists(LENGTHS, min_size=1, max_size=2),
+    st.integers(1, 40),
+    st.sampled_from((1, 2, 3, 5)),
+    st.integers(0, 4),
+    st.integers(0, 20),
+    st.integers(0, 99),
+)
+@QUICK
+def test_hshares_layers_heads_and_steps_read_the_list_that_they_share(
+    backend, shape, lengths, count, steps, sinks, recent, seed
+):
+    """Layer 3 is its own source and layer 4 reads its lists; of two heads the second reads the
+    first's. What chooses is the query of the last length that `steps` divides, over the rows that
+    there were; what came since is read, and no other row.
+    """
+    heads = ((*range(shape[1]),),) * 3 + (tuple(h - h % 2 for h in range(shape[1])),) * 2
+    given = dict(tokens=count + sinks + recent, steps=steps, sinks=sinks, recent=recent)
+    world = filled(
+        HShare(layers=(0, 1, 2, 3, 3), heads=heads, **given), shape, lengths, backend, seed
+    )
+    world.ring.slots.copy_(world.random(*world.ring.slots.shape))
+    world.lengths, step = lengths, world.step(*lengths)
+    made_at = [n - n % steps for n in lengths]
+    sparse, budget = max(made_at) > given["tokens"], given["tokens"]
+    asked, q = world.queries(), world.queries()
+    if steps > 1:
+        asked = step.window_queries(3, 1)
+    made_by = world.step(*(max(1, n) for n in made_at)).window_queries(3, 1)
+    made_by, keys = asked if steps == 1 else made_by, world.bank.kv(3)[0]
+    rules = [
+        simulation.hshare(made_by[b, 0], keys[b, :, :n], budget, sinks, recent) if n else ([[]], 0)
+        for b, n in enumerate(made_at)
+    ]
+    lists = [[rows[h - h % 2] if rows[0] else [] for h in range(shape[1])] for rows, _ in rules]
+    tails = [tail for _, tail in rules] if sparse else [0] * len(lengths)
+    lists = lists if sparse else [[[]] * shape[1]] * len(lengths)
+    assert_reads(world, 3, asked, world.runtime.attend(3, asked, step), lists, tails)
+    if sparse:
+        spoil(world, 4, lists, tails)
+        assert world.runtime.chosen_rows(3).tolist() == lists[0]
+        assert world.runtime.tail_start(step).tolist() == tails
+        if made_at[0] > budget:
+            read = len(lists[0][0]) + lengths[0] - tails[0]
+            assert world.runtime.rows_read(lengths[0])[3] == read < lengths[0]
+    assert_reads(world, 4, q, world.runtime.attend(4, q, step), lists, tails)
+
+
+@BACKENDS
+@pytest.mark.parametrize("steps", [2, 3, 5])
+def test_hshares_lists_follow_from_the_length_alone(backend, steps):
+    """The same bits after going back to any length as on the straight way, and in a branch."""
+    llm = tiny_llm(None, CONFIG, WEIGHTS, max_context=512, backend=backend)
+    method = HShare(tokens=40, recent=9, sinks=3, steps=steps, layers=(0, 1, 2, 2, 4, 4, 2, 7))
+    ids, lists = random_ids(12, seed=1), []
+    with llm.session(method) as session:
+        session.prefill(random_ids(121))
+        straight = []
+        for token in ids:
+            straight.append(session.decode(token))
+            lists.append(session.runtime.chosen_rows(6).tolist())
+            assert session.runtime.chosen_rows(2).tolist() == lists[-1]
+        changes = [n for n in range(1, 12) if lists[n] != lists[n - 1]]
+        assert changes == [n for n in range(1, 12) if (122 + n) % steps == 0]
+        for back in (11, 7, 6, 1):
+            session.truncate(121 + back)
+            with session.fork() as branch:
+                for one in (branch, session):
+                    for token, logits in zip(ids[back:], straight[back:]):
+                        assert torch.equal(one.decode(token), logits)
+        assert session.stats.dense_steps == 0
+
+
+def test_hshare_that_shares_nothing_is_the_oracle_per_head():
+    """One step, no first and no newest tokens: what OracleTopK per K/V head reads."""
+    found = []
+    for method in (
+        HShare(tokens=20, steps=1, sinks=0, recent=0),
+        OracleTopK(tokens=20, granularity="kv_head", dense_layers=0),
+    ):
+        world = filled(method, (8, 2), (97,), "auto", seed=1)
+        for layer in (2, 3, 4):
+            world.runtime.attend(layer, world.queries(), world.step(97))
+        found.append([world.runtime.chosen_rows(layer).tolist() for layer in (2, 3, 4)])
+        assert world.runtime.rows_read(97) == [20] * 5
+    assert found[0] == found[1] and len(found[0][0][0]) == 20
 
 
 @BACKENDS
@@ -371,6 +472,25 @@ def test_a_map_of_another_model_is_refused(tmp_path):
         Kascade(head_map=pocket / "kascade.json")
 
 
+def test_a_published_table_of_layers_is_read_and_another_models_is_refused(tmp_path):
+    path, config = tmp_path / "sharing_layer_16.json", tiny_config(layers=4, heads=4, kv_heads=2)
+    path.write_text('{"layer.share_config": [0, 1, 1, 3]}')
+    method = HShare(sharing=path)
+    assert method.layers == (0, 1, 1, 3) and method.heads is None
+    groups = method.plan(config).groups
+    assert [(g.filter_layer, g.layers) for g in groups] == [(0, (0,)), (1, (1, 2)), (3, (3,))]
+    path.write_text('{"layer.share_config": [0, 1, 1')
+    with pytest.raises(SettingError, match="sharing: .*not valid JSON"):
+        HShare(sharing=path)
+    own, heads = tmp_path / "hshare.json", ((0, 0),) * 4
+    own.write_text(sharing_text((0, 1, 1, 3), heads, config, {}))
+    method = HShare(sharing=own)
+    assert (method.layers, method.heads) == ((0, 1, 1, 3), heads)
+    assert replace(method, tokens=99).plan(config).sparse_layers == (0, 1, 2, 3)
+    with pytest.raises(SettingError, match="found those of a model with head"):
+        method.plan(tiny_config(layers=4, heads=8, kv_heads=2, head_dim=8))
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -390,13 +510,23 @@ def test_a_map_of_another_model_is_refused(tmp_path):
         (lambda c: Delta(layers=(1, 8)).plan(c), "layers: found 8, .* 0 to 7"),
         (lambda c: Delta(page=0), "page"),
         (lambda c: Delta(newest=0), "newest"),
+        (lambda c: HShare(layers=(0, 0, 1)), "layers: found 1 at place 2, .* its own list"),
+        (lambda c: HShare(layers=(0, 2, 2)), "found 2 at place 1, expected 1 itself or one before"),
+        (lambda c: HShare(layers=(0, 1)).plan(c), "with 2 layers, expected 8"),
+        (lambda c: HShare(heads=((0, 0),) * 3).plan(c), "3 layers of 2 K/V heads, expected 8"),
+        (lambda c: HShare(heads=((0, 1), (0,))), "found 1 K/V heads in layer 1 and 2"),
+        (lambda c: HShare(tokens=40), "tokens: found 40, .* 8 first and 32 newest"),
+        (lambda c: HShare(steps=0), "steps: found 0"),
+        (lambda c: HShare(sharing="none.json"), "none.json"),
+        (lambda c: HShare(sharing="x.json", layers=(0,)), "give either"),
+        (lambda c: HShare(tokens=5000).plan(c), "5,000, expected at most 4,096"),
         (lambda c: OmniKVTopP(mass=0.0), "mass"),
         (lambda c: OmniKVTopP(tokens=9, least=10), "found 10, expected at most the budget of 9"),
         (lambda c: OmniKVTopP(scores="raw"), "raw scores"),
         (lambda c: OmniKVHeads(official=True, filter_layers=(1,)), "omnikv_heads: official"),
         (lambda c: OmniKVHeads(prefill_ratio=2, filter_layers=(1,)), "prefill_ratio"),
     ],
-    ids=range(21),
+    ids=range(31),
 )
 def test_bad_settings_are_named(make, words):
     with pytest.raises(SettingError, match=words) as caught:

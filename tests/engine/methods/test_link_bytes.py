@@ -11,6 +11,7 @@ from engine import (
     ClusterKV,
     Delta,
     DoubleSparsity,
+    HShare,
     Kascade,
     LessIsMore,
     MInference,
@@ -38,6 +39,7 @@ from tests.engine.methods.method_table import (
     heavy_channels,
     lists_and_tail,
     rows_by_head,
+    sharing,
 )
 
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "auto"])
@@ -49,6 +51,7 @@ CHOOSING = [
     TidalDecode(tokens=1, gqa_reduce="max"),
     RandomTopK(tokens=20, granularity="query_head"),
     Kascade(tokens=20, anchors=(0, 2, 5), head_map=crossed_heads()),
+    HShare(tokens=40, recent=9, sinks=3, **sharing()),
     LessIsMore(tokens=20, layers=(1, 4)),
     Delta(tokens=100, page=7, layers=(1, 4)),
     OmniKVHeads(**SPARSE),

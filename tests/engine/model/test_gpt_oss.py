@@ -31,6 +31,7 @@ KNOW |= {
     for kin in ("", "_one", "_newest", "_random", "_per_layer", "_unpacked", "_heads", "_top_p")
 }
 KNOW |= {"kascade", "less_is_more", "delta", "rocketkv", "shadowkv"}
+KNOW |= {"hshare", "kascade", "kascade_tiles", "less_is_more", "delta"}
 KNOW |= {"oracle_topk", "oracle_topp", "random_topk", "quoka"}
 KNOW |= {name for name, kind in methods().items() if issubclass(kind, Evicting)}
 KNOW -= {"expected_attention"}

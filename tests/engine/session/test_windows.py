@@ -24,9 +24,11 @@ from engine.methods.exact import Exact
 from engine.methods.oracle.random_topk import RandomTopK
 from engine.methods.oracle.topk import OracleTopK
 from engine.methods.oracle.topp import OracleTopP
+from engine.methods.prompts.kascade_tiles import KascadeTiles
 from engine.methods.prompts.quoka import QuoKA
 from engine.methods.registry import methods
 from engine.methods.select.across.delta import Delta
+from engine.methods.select.across.hshare import HShare
 from engine.methods.select.across.kascade import Kascade
 from engine.methods.select.across.less_is_more import LessIsMore
 from engine.methods.select.across.omnikv_heads import OmniKVHeads
@@ -261,6 +263,8 @@ OTHERS = {
     "omnikv_heads": OmniKVHeads(**SETTINGS),
     "omnikv_top_p": OmniKVTopP(**SETTINGS, least=8),
     "kascade": Kascade(tokens=30, anchors=(0, 4)),
+    "kascade_tiles": KascadeTiles(tokens=30, tile=32, anchors=(0, 4)),
+    "hshare": HShare(tokens=40, recent=8, sinks=2),
     "less_is_more": LessIsMore(tokens=30, layers=(0,)),
     "delta": Delta(tokens=64, page=8, layers=(0,)),
     "oracle_topk": OracleTopK(tokens=30),

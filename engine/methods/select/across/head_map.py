@@ -18,7 +18,7 @@ from typing import Any
 
 from engine.base.checks import found as shown
 from engine.base.checks import is_integer
-from engine.base.errors import EngineError, SettingError
+from engine.base.errors import SettingError
 from engine.methods.select.across.by_logits import checked_layers
 from engine.methods.tables.head_table import (
     FORMAT,
@@ -27,13 +27,13 @@ from engine.methods.tables.head_table import (
     Facts,
     Table,
     facts_of,
+    require_folder,
     table_data,
     table_text,
 )
 from engine.model.config.config import ModelConfig
 from weights.errors import BadCheckpoint
-from weights.fingerprint import fingerprint
-from weights.jsonfile import present, read_bytes
+from weights.jsonfile import read_bytes
 
 HeadMap = tuple[tuple[int, ...], ...]  # [layer][K/V head] -> a K/V head of the anchor below
 
@@ -59,14 +59,7 @@ def read_map(path: Path) -> tuple[HeadMap, tuple[int, ...] | None, Facts]:
     if path.suffix == ".npy":
         return read_npy(path), _anchors_in(path.name), ()
     data, facts = table_data(path, table_text(path, MAP), MAP)
-    made_for = data.get("fingerprint")
-    if made_for is not None and present(path.parent / "config.json"):
-        mine = _fingerprint(path.parent)
-        if mine and made_for != mine:
-            raise SettingError(
-                f"head_map: {path}: made for a model with fingerprint {shown(made_for)[:14]}, "
-                f"beside one with {mine[:12]}; {HOW}"
-            )
+    require_folder(path, data, MAP)
     return checked_map(data.get("head_map")), checked_layers("anchors", data.get("anchors")), facts
 
 
@@ -150,11 +143,3 @@ def _anchors_in(name: str) -> tuple[int, ...] | None:
         if told is None
         else checked_layers("anchors", [int(n) for n in told[1].split("_")[1:]])
     )
-
-
-def _fingerprint(folder: Path) -> str:
-    """The fingerprint of a model's folder; "" where its tensors do not lie there."""
-    try:
-        return fingerprint(folder)
-    except (EngineError, OSError):
-        return ""
