@@ -118,6 +118,7 @@ def test_methods_and_budgets_that_are_asked_for():
         ("omnikv", "share", 5.0),
         ("omnikv", "mem", 50.0),
     ]
+    assert wanted(["quest@r20"], [3], [75])[1:] == [("quest", "read", 20.0)]
     for words in (
         ["nothing"],
         ["omnikv@"],
@@ -126,6 +127,7 @@ def test_methods_and_budgets_that_are_asked_for():
         ["omnikv@101"],
         ["omnikv@nan"],
         ["omnikv@m-1"],
+        ["omnikv@r"],
     ):
         with pytest.raises(UsageError):
             wanted(words, [3], [])
@@ -620,7 +622,12 @@ def test_the_head_of_a_document_is_read_once_where_its_end_goes_with_the_questio
         if v.method is not None and v.entry.head
     ]
     segmented = {"h2o_plus", "snapkv_plus", "sirllm"}
-    assert {v.name for v in found} == segmented | {"scissorhands", "omnikv_prefill", "quoka"}
+    assert {v.name for v in found} == segmented | {
+        "scissorhands",
+        "omnikv_prefill",
+        "quoka",
+        "xattention",
+    }
     paper = Paper(llm, Job("kv", 1100, 5, 2), Rules(2, max_tokens=4))
     shared, _, once = run_document(
         llm, paper, [Variant("full", "none", 100.0, Full()), *found], 1300
@@ -668,6 +675,34 @@ def test_one_reading_serves_as_well_as_many(llm):
     }
     assert all(less[v.label] < less["full"] for v in found if v.entry.sparse)
     assert {(r["question"], r["turn"]) for r in by["full"]} == {(0, 1), (1, 2), (1, 1), (0, 2)}
+
+
+@pytest.mark.parametrize("word", ["full", "omnikv@10", "quest@30", "snapkv@30", "h2o@30"])
+def test_questions_that_the_methods_own_steps_read(llm, word):
+    """Token by token as in a session by hand; what the question reads is not counted as an
+    answer's.
+    """
+    found = variants(Facts(llm, 364, (2,)), wanted([word], [], []))
+    paper = Paper(llm, Job("kv", 300, 5, 2), Rules(2, max_tokens=4))
+    records, _, _ = run_document(llm, paper, found, 700, steps=True)
+    variant = found[-1]
+    mine = [r for r in records if r["variant"] == variant.label and r["turn"] == 1]
+    alone = variant.entry.reads == "own"
+    for first, record in enumerate(mine):
+        with llm.session(variant.method if alone else Full(), max_context=700) as session:
+            session.prefill(paper.turns.shared)
+            session.set_method(variant.method)
+            for token in paper.turns.own[first]:
+                logits = session.decode(token)
+            before, said = session.stats, []
+            while len(said) < 4 and int(logits.argmax()) not in llm.end_token_ids:
+                said.append(int(logits.argmax()))
+                logits = session.decode(said[-1]) if len(said) < 4 else logits
+            after = session.stats
+        assert record["tokens"] == said
+        read = [s.bytes_read_sparse + s.bytes_read_dense for s in (before, after)]
+        assert record["bytes_read"] == read[1] - read[0]
+        assert record["steps"] == after.decode_steps - before.decode_steps
 
 
 def test_a_step_that_was_not_sparse_is_an_error(llm):
