@@ -45,6 +45,7 @@ _HOMES = {
     "SnapKV": "engine.methods.evict.snapkv",
     "SnapKVPlus": "engine.methods.evict.snapkv_plus",
     "SparQ": "engine.methods.select.index.sparq",
+    "InfiniGen": "engine.methods.select.varying.infinigen",
     "StreamingLLM": "engine.methods.evict.streaming_llm",
     "VaSE": "engine.methods.evict.vase",
     "Window": "engine.methods.evict.window",

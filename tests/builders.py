@@ -8,6 +8,7 @@ hold too, on the reference kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from engine.bank.device import DeviceBank
 from engine.bank.query_ring import QueryRing
 from engine.forward.decode import Decoder
 from engine.llm import LLM
-from engine.methods.base import Method, Setup
+from engine.methods.base import SAMPLED, Found, Method, Sample, Setup
 from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary
 from engine.model.tensors import random_stream, targets
+from engine.runner.sample.text import sampled
 from engine.session.session import Session
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -216,9 +218,24 @@ def setup_of(
     batch: int = 1,
     backend: str = "reference",
     dtype: torch.dtype = torch.float32,
+    sample: Sample | None = None,
 ) -> Setup:
-    """The Setup of a runtime outside a session."""
-    return Setup.of(config, method, capacity, dtype=dtype, batch=batch, queries=8, backend=backend)
+    """The Setup of a runtime outside a session. sample: None for queries and keys of no model."""
+    given = dict(dtype=dtype, batch=batch, queries=8, backend=backend)
+    setup = Setup.of(config, method, capacity, **given)
+    return replace(setup, sample=sample or partial(random_sample, config))
+
+
+def random_sample(config: ModelConfig, name: str, found: Found) -> dict[int, Any]:
+    """What a method finds in queries and keys of chance, of which few columns carry most."""
+    generator, made = torch.Generator().manual_seed(5), {}
+    for layer in range(config.num_layers):
+        kv_heads, dim = config.heads_of(layer)
+        sizes = torch.arange(dim, 0, -1.0) ** 2
+        q = torch.randn(SAMPLED, config.num_heads, dim, generator=generator) * sizes
+        k = torch.randn(kv_heads, SAMPLED, dim, generator=generator)
+        made[layer] = found(layer, q, k)
+    return made
 
 
 def batched(
@@ -228,7 +245,8 @@ def batched(
     lengths the rows are NaN.
     """
     config, method, batch = llm.config, sessions[0].method, len(sessions)
-    setup = setup_of(config, method, capacity, batch, backend)
+    sample = partial(sampled, sessions[0].loaded)
+    setup = setup_of(config, method, capacity, batch, backend, sample=sample)
     bank = DeviceBank(config, setup.plan, capacity, torch.float32, "cpu", batch)
     ring = QueryRing(config, batch, torch.float32, "cpu")
     runtime = method.runtime(setup)

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -451,6 +451,20 @@ class Attends(Protocol):
 
     def attend_local(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """As `attend`, in a sliding-window layer."""
+        ...
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """What a decode step asks of a runtime that chooses one layer ahead."""
+
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        """Layers whose queries it wants a layer before."""
+        ...
+
+    def foresee(self, layer: int, q: torch.Tensor, step: Step) -> None:
+        """Take the queries [B, Q, H, D] that the input of the layer before makes of `layer`."""
         ...
 
 

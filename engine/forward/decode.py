@@ -15,6 +15,7 @@ import torch
 
 from engine.bank.base import Attends, Bank, Step
 from engine.bank.query_ring import QueryRing
+from engine.forward.ahead.queries import foresee, foreseeing
 from engine.forward.layer import LayerForm, TorchLayer, begin, enter, refine
 from engine.forward.recurrent.mixer import beside, recur_step
 from engine.model.llama import Llama
@@ -42,9 +43,12 @@ def step_together(
     tokens = _joined([sequence.tokens for sequence in sequences])
     x, more = begin(halves, tokens)
     turns = [step.rotary.of_layers(step.positions) for step in steps]
+    seers = foreseeing([sequence.runtime for sequence in sequences])
     angles: dict[int, list[torch.Tensor]] = {}  # of each rope
     for number, layer in enumerate(model.layers):
         x, predicted = enter(halves, number, x)
+        if seers:
+            foresee(halves, number, x, seers, steps, turns)
         mixed = recur_step(halves, number, x, steps) if layer.mixer is not None else None
         if mixed is not None and layer.mixer_out is None:
             x = halves.after(number, x, mixed)

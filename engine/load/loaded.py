@@ -8,7 +8,7 @@ import contextlib
 import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ class Loaded:
     whether steps are captured as CUDA graphs. tokenizer: None for a model from a stream without
     one. held: the word of its weights' form, and which products multiply those of few bits;
     few_bits: their bytes where that is of few bits; weights_digest: of the weights as they were
-    read. host_tier: the host memory of its sessions. lock: one request at a time.
+    read. host_tier: the host memory of its sessions. lock: one request at a time. learnt: what
+    methods have found in a sample that the model read, by name (engine/runner/sample/text.py).
     """
 
     name: str
@@ -56,6 +57,7 @@ class Loaded:
     weights_forms: str
     host_tier: HostTier
     lock: RequestLock
+    learnt: dict[str, dict[int, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(

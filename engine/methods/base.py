@@ -34,6 +34,12 @@ from kernels.prefill.window import prefill_window
 # makes the logits behind tokens first .. stop-1 of a chunk or step: float32 [stop - first, vocab]
 Logits = Callable[[int, int], torch.Tensor]
 Encode = Callable[[str], list[int]]  # ids of a text; none where a session has no tokenizer
+SAMPLED = 256  # tokens of the sample that a method may learn a model's queries and keys from
+# what is found in the rotated queries float [SAMPLED, H, D] and keys [Hkv, SAMPLED, D] of a layer
+Found = Callable[[int, torch.Tensor, torch.Tensor], Any]
+# {layer: what `Found` returns} of a sample that the model reads by full attention; made once for a
+# model and a name, and kept
+Sample = Callable[[str, Found], dict[int, Any]]
 
 
 class Pass(NamedTuple):
@@ -204,7 +210,8 @@ class Setup:
 
     backend: kernel backend ("auto", "reference", "cpu", "triton"); scratch: buffers of the kernels;
     softmax: what is particular in every layer's; marks: gives the ids of special tokens and of
-    punctuation, None where a session has no tokenizer.
+    punctuation, None where a session has no tokenizer; sample: reads a sample, None where there is
+    no model.
     """
 
     config: ModelConfig
@@ -217,6 +224,7 @@ class Setup:
     scratch: Scratch
     softmax: tuple[Softmax, ...]
     marks: Callable[[], tuple[Collection[int], Collection[int]]] | None = None
+    sample: Sample | None = None
 
     @classmethod
     def of(
@@ -364,6 +372,16 @@ class Runtime:
         return flops.parts(start, stop)
 
     # ---------------------------------------------------------------- a step
+
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        """Layers of which `foresee` wants to be told."""
+        return self.needs.ahead
+
+    def foresee(self, layer: int, q: torch.Tensor, step: Step) -> None:
+        """Note what `layer`, one of `ahead`, would ask: q [B, Q, H, D], rotated, are its queries of
+        what the layer before takes, which has not attended yet.
+        """
 
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Attention of a decode step. q [B, Q, H, D] rotated -> [B, Q, H, D]."""

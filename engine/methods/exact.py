@@ -112,7 +112,7 @@ class Exact(Method):
         if self.early_exit:  # a step that ends early would break the order of whole layers' copies
             needs = replace(needs, offload=())
         # verification reads every layer whole
-        return replace(needs, step_rows=capacity, queries=MOST_DRAFTS + 1)
+        return replace(needs, step_rows=capacity, queries=MOST_DRAFTS + 1, ahead=())
 
     def dense_below_tokens(
         self, plan: LayerPlan, config: ModelConfig, itemsize: int, device_type: str, capacity: int

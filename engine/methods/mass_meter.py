@@ -35,6 +35,15 @@ class MassMeter:
         self.mass: dict[int, float] = {}
         self.errors: dict[int, float] = {}
 
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        """The inner runtime's."""
+        return self.inner.ahead
+
+    def foresee(self, layer: int, q: torch.Tensor, step: Step) -> None:
+        """Tell the inner runtime."""
+        self.inner.foresee(layer, q, step)
+
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Attend as the inner runtime; a SPARSE layer leaves its mass behind."""
         out = self.inner.attend(layer, q, step)

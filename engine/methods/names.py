@@ -17,6 +17,7 @@ NAMES = (
     "h2o",
     "h2o_plus",
     "hshare",
+    "infinigen",
     "infllm",
     "kascade",
     "kascade_tiles",

@@ -88,6 +88,7 @@ class Needs:
     its newest `tail` tokens (engine/bank/block_bank.py); None: such a bank keeps no block.
     near: K that is freed; None: none.
     piece: most tokens of a chunk (Runtime.chunk_stop); None: as many as the plan has.
+    ahead: layers that choose by the input of the layer before (Runtime.foresee), each above 0.
     """
 
     selected: int = 0
@@ -127,6 +128,7 @@ class Needs:
     near: NearKeys | None = None
     kept: BlockCache | None = None
     piece: int | None = None
+    ahead: tuple[int, ...] = ()
 
     @property
     def lacks(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from engine.methods.base import Method, Setup
 from engine.methods.full import Full
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
+from engine.runner.sample.text import sampled
 from engine.sampling.greedy import DeviceArgmax
 
 
@@ -79,6 +81,7 @@ class StepRunner:
             backend=backend,
             sinks=model.sinks,
         )
+        setup = replace(setup, sample=partial(sampled, loaded))
         if loaded.tokenizer is not None:
             setup = replace(setup, marks=loaded.tokenizer.marks)
         self.fused = isinstance(self.halves, FusedLayer)

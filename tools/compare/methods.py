@@ -20,6 +20,7 @@ from engine import (
     Full,
     H2OPlus,
     KascadeTiles,
+    InfiniGen,
     Keyformer,
     KVzip,
     LessIsMore,
@@ -401,6 +402,12 @@ REGISTRY: dict[str, Entry] = {
         keeps_all,
         group="others",
     ),
+    "infinigen": Entry(
+        "InfiniGen, what the layer before says by 30% of skewed columns, the budget at most",
+        lambda facts, share: InfiniGen(share=share),
+        keeps_all,
+        group="others",
+    ),
     "tidaldecode": Entry(
         "TidalDecode, two choosing layers, every query head its own",
         lambda facts, share: TidalDecode(share=share),
@@ -529,6 +536,7 @@ CHOOSING = {
     "clusterkv": ("kv_head", "clusterkv"),
     "retroinfer": ("kv_head", "retroinfer"),
     "pqcache": ("kv_head", "pqcache"),
+    "infinigen": ("kv_head", "infinigen"),
     "delta": ("layer", "delta"),
     "omnikv_top_p": ("layer", "omnikv_top_p"),
     "kascade": ("kv_head", "kascade"),

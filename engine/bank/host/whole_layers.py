@@ -24,6 +24,7 @@ class GroupRows(NamedTuple):
     """Rows of an offload group that came in one copy. rows [n + tail, layers, elements], of which
     the first `old` of a layer are there, and the others when it asks: they are in its ring. tokens
     int32: all their positions; where int32 [1, h, K]: the rows of a choice, before row `first`.
+    arrived: behind the copy.
     """
 
     rows: torch.Tensor
@@ -31,6 +32,7 @@ class GroupRows(NamedTuple):
     tokens: torch.Tensor
     where: torch.Tensor
     first: int
+    arrived: torch.cuda.Event | None
 
 
 class WholeLayers:
@@ -176,23 +178,29 @@ class WholeLayers:
         tail_start: torch.Tensor,
         stop: int,
     ) -> None:
-        """Bring what `pick` will be asked for, the same in each layer of an offload group, but for
-        rows that are in rings: the newest are not written yet.
+        """Start bringing what `pick` will be asked for, the same in each layer of an offload group,
+        but for rows that are in rings: the newest are not written yet. The host waits to learn
+        which, the device goes on.
         """
         (chosen, where), device = _each_once(index, counts), self._layout.device
         newest = torch.arange(int(tail_start[0]), stop, dtype=torch.int32, device=device)
         tokens = torch.cat([chosen.int(), newest])
         rows = self._layout.empty(len(tokens), len(group))
-        # race: chosen rows may still be on their way to the host
-        wait(self._writer.event, device)
-        old = self._reader.read_group(group, tokens, rows)
+        # race: the memory of these rows may still be read as another tensor's
+        with self._stream.after_main():
+            # race: chosen rows may still be on their way to the host
+            self._stream.wait_event(self._writer.event)
+            old = self._reader.read_group(group, tokens, rows)
         self.streamed += old * len(group) * self._reader.part_bytes
-        brought = GroupRows(rows, old, tokens, where, len(chosen))
-        self._brought = {layer: (i, brought) for i, layer in enumerate(group)}
+        arrived = self._stream.record_event()
+        brought = GroupRows(rows, old, tokens, where, len(chosen), arrived)
+        self._brought |= {layer: (i, brought) for i, layer in enumerate(group)}
 
     def _of_brought(self, layer: int, counts: torch.Tensor, tail_start: torch.Tensor) -> SparseRows:
         """A layer's part of what was brought, once."""
-        i, (rows, old, tokens, where, chosen) = self._brought.pop(layer)
+        i, (rows, old, tokens, where, chosen, arrived) = self._brought.pop(layer)
+        # race: attention would read rows that are still arriving
+        wait(arrived, self._layout.device)
         own = rows[:, i]
         self._reader.read_ring(layer, tokens[old:], own[old:])
         first, last = (torch.full_like(tail_start, n) for n in (chosen, len(rows)))
@@ -200,6 +208,9 @@ class WholeLayers:
 
     def drop_brought(self) -> None:
         """Drop what was brought for a step that broke off."""
+        for _, brought in self._brought.values():
+            # race: its memory would be another tensor's while rows still arrive
+            wait(brought.arrived, self._layout.device)
         self._brought = {}
 
     def _picked(self, layer: int, tokens: torch.Tensor, first: int, stop: int) -> torch.Tensor:

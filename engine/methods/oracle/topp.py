@@ -7,7 +7,6 @@ probabilities (Holtzman et al., The Curious Case of Neural Text Degeneration, IC
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from engine.base.checks import fraction, integer
 from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.oracle.topk import OracleRuntime, OracleTopK
+from engine.methods.select.base import mean_counts
 from engine.plan.layers import Role, tail_start
 
 
@@ -103,13 +103,10 @@ class TopPRuntime(OracleRuntime):
         if n != self._lengths[0] or not self.chosen:
             return super().rows_read(n)
         newest = n - tail_start(n, self.method.tail) if self.method.tail else 0
-        counts = {group: one.counts for group, one in self.chosen.items()}
-        means = torch.stack([c[0].float().mean() for c in counts.values() if c is not None])
-        read = dict(zip((g for g, c in counts.items() if c is not None), means.tolist()))
-        seen = self.setup.config.rows_seen(n)
+        read, seen = mean_counts(self.chosen), self.setup.config.rows_seen(n)
         for layer, role in enumerate(self.plan.roles):
             if role is Role.SPARSE and self.group(layer) in read:
-                seen[layer] = math.ceil(read[self.group(layer)]) + newest
+                seen[layer] = read[self.group(layer)] + newest
         return seen
 
     def truncate(self, length: int) -> None:

@@ -7,6 +7,7 @@ selection, what a step read, the budget's state and the bytes of buffers follow 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -107,6 +108,17 @@ class Selection:
         inside = torch.arange(self.unit, dtype=self.index.dtype, device=self.index.device)
         tokens = self.index.unsqueeze(-1) * self.unit + inside
         return tokens.flatten(2), self.counts * self.unit
+
+
+def mean_counts(chosen: Mapping[int, Selection]) -> dict[int, int]:
+    """{group: tokens of its lists on average, rounded up} of the choices that have lists, sequence
+    0; asks the device once.
+    """
+    counts = {group: one.counts for group, one in chosen.items() if one.counts is not None}
+    if not counts:
+        return {}
+    means = torch.stack([count[0].float().mean() for count in counts.values()]).tolist()
+    return {group: math.ceil(mean) for group, mean in zip(counts, means)}
 
 
 class Selecting(Runtime):

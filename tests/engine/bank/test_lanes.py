@@ -24,6 +24,7 @@ from engine.methods.evict.window import Window
 from engine.methods.select.infllm import InfLLM
 from engine.methods.select.quest import Quest
 from engine.methods.select.tidaldecode import TidalDecode
+from engine.methods.select.varying.infinigen import InfiniGen
 from tests.builders import random_ids, tiny_llm
 from tests.engine.bank.late_lanes import LateLane, install
 from tests.engine.bank.test_offload import equal, pair, play
@@ -33,6 +34,7 @@ UNPACKED = OmniKVUnpacked(filter_layers=(1, 4), tokens=40, tail=64, dense_below=
 # blocks that form and are read within one chunk
 INFLLM = InfLLM(block=4, init=8, local=16, topk=4, representatives=2, cached=6, chunk=8)
 QUEST = Quest(tokens=80, page=8)
+INFINIGEN = InfiniGen(tokens=40, columns=4, alpha=1.0)
 BRUTAL = BrutalOffload(layers=5, ahead=2)
 SCRIPT = [
     ("prefill", 150),
@@ -117,6 +119,7 @@ def test_late_fetches_change_nothing(slots, by_layer, monkeypatch):
         QUEST,
         TidalDecode(tokens=40),
         INFLLM,
+        INFINIGEN,
     ],
     ids=[
         "brutal",
@@ -128,6 +131,7 @@ def test_late_fetches_change_nothing(slots, by_layer, monkeypatch):
         "quest",
         "tidaldecode",
         "infllm",
+        "infinigen",
     ],
 )
 def test_late_whole_layers_change_nothing(method, monkeypatch):
@@ -170,6 +174,8 @@ def test_late_banks_of_evicting_methods_change_nothing(method, monkeypatch):
         ("ready", METHOD, SCRIPT[:2], "reference"),
         ("rows", METHOD, SCRIPT[:2], "reference"),
         ("_picked", QUEST, SCRIPT, "reference"),
+        ("_of_brought", INFINIGEN, SCRIPT, "reference"),
+        ("bring", INFINIGEN, [("prefill", 30), ("decode", 110)], "reference"),
         ("block_rows", INFLLM, SCRIPT, "reference"),
         ("drain", METHOD, [*SCRIPT[:3], ("decode", 20), ("fork", 0), ("decode", 8)], "reference"),
         ("_staged_kv", BRUTAL, SCRIPT[:2], "reference"),

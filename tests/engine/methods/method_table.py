@@ -77,6 +77,7 @@ from engine.methods.select.rocket.rocketkv import RocketKV
 from engine.methods.select.shadow.shadowkv import ShadowKV
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.methods.select.wave.retroinfer import RetroInfer
+from engine.methods.select.varying.infinigen import InfiniGen
 from engine.methods.window_recompute import WindowRecompute
 from engine.plan.layers import tail_start
 from tests.builders import SESSION_MODEL
@@ -711,6 +712,16 @@ ROWS = (
         (
             SparQ(tokens=40, r=8),
             SparQ(share=0.2, r=8, gqa_reduce="max", dense_layers=2, mean=False),
+        ),
+        rows_by_head,
+        selects=True,
+    ),
+    Row(
+        "infinigen",
+        InfiniGen(tokens=CAPACITY, alpha=float("inf")),
+        (
+            InfiniGen(tokens=20, columns=3, alpha=0.4),
+            InfiniGen(share=0.1, columns=8, alpha=float("inf"), gqa_reduce="mean", dense_layers=3),
         ),
         rows_by_head,
         selects=True,

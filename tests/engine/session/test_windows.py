@@ -44,6 +44,7 @@ from engine.methods.select.rocket.rocketkv import RocketKV
 from engine.methods.select.shadow.shadowkv import ShadowKV
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.methods.select.wave.retroinfer import RetroInfer
+from engine.methods.select.varying.infinigen import InfiniGen
 from engine.model.tensors import random_stream
 from engine.plan.layers import Role, layer_plan, spread_over
 from engine.session.generate import generate
@@ -251,6 +252,7 @@ OTHERS = {
     "rocketkv": RocketKV(tokens=64, page=8, answer=32),
     "shadowkv": ShadowKV(tokens=64, outliers=4, answer=32),
     "sparq": SparQ(tokens=64),
+    "infinigen": InfiniGen(tokens=40, columns=4),
     "tidaldecode": TidalDecode(tokens=40, select_layer=0),
     "minference": MInference(),
     "quoka": QuoKA(tokens=24, queries=4, block=32),

@@ -113,6 +113,8 @@ class IndexRuntime(Selecting):
     method: Indexed
     scores: torch.Tensor
     index: torch.Tensor
+    apart = False  # whether lists of a layer differ in length
+    settled = False  # whether a choice knows of committed tokens only, whose rows stay
 
     def __init__(self, method: Indexed, setup: Setup):
         super().__init__(method, setup)
@@ -178,7 +180,8 @@ class IndexRuntime(Selecting):
         """Bring the index of a layer's first `lengths` tokens up to date."""
         for b, n in enumerate(lengths):
             known = self._known[group][b]
-            start = known if known < n else self.begins(group, b, n - 1)
+            again = known >= n and not self.settled
+            start = self.begins(group, b, n - 1) if again else known
             for first in range(start, n, AT_ONCE):
                 stop = min(n, first + AT_ONCE)
                 if self.method.grows(first, stop):
@@ -190,26 +193,36 @@ class IndexRuntime(Selecting):
     # ---------------------------------------------------------------- a step
 
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
-        group, lengths = self.plan.group_of[layer], step.visible.tolist()
+        group, lengths = self.plan.group_of[layer], self.lengths(step)
         assert group is not None
         self.learn(group, layer, step.bank, lengths)
-        if max(map(self.choosable, lengths)) <= self.k:
+        if self.covers(lengths):
             return Selection(None, None, step.visible)
         index, tail = self.index[group], self.tail_start(step)
         choices, room = len(index) // len(q), self.k - self.method.newest(self.k)
         stop = tail.repeat_interleave(choices)
-        counts = torch.empty_like(stop)
-        select_topk(
-            self.score(group, q[:, -1], lengths),
-            torch.zeros_like(stop),
-            stop,
-            torch.full_like(stop, room),
-            index,
-            counts,
-            backend=self.setup.backend,
-        )
-        chosen = Selection(index.view(len(q), choices, -1), counts[::choices], tail)
+        counts, first = torch.empty_like(stop), torch.zeros_like(stop)
+        scores = self.score(group, q[:, -1], lengths)
+        wanted = self.wanted(stop, room)
+        select_topk(scores, first, stop, wanted, index, counts, backend=self.setup.backend)
+        by_list = counts.view(len(q), choices)
+        kept = by_list if self.apart else by_list[:, 0]
+        chosen = Selection(index.view(len(q), choices, -1), kept, tail)
         return self.completed(group, chosen, lengths)
+
+    def lengths(self, step: Step) -> list[int]:
+        """Of how many tokens of each sequence a step's choice knows."""
+        return step.visible.tolist()
+
+    def covers(self, lengths: list[int]) -> bool:
+        """Whether a step reads everything, because nothing is left out or nothing can choose."""
+        return max(map(self.choosable, lengths)) <= self.k
+
+    def wanted(self, stop: torch.Tensor, room: int) -> torch.Tensor:
+        """How many of its scores, which `score` has just made, each list takes: int32 [B *
+        choices], at most room. stop: its candidates' end.
+        """
+        return torch.full_like(stop, room)
 
     def tail_start(self, step: Step) -> torch.Tensor:
         return (step.visible - self.method.newest(self.k)).clamp_(min=0)

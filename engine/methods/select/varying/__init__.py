@@ -1,0 +1,1 @@
+"""Methods whose query says how many tokens it wants, up to a budget."""

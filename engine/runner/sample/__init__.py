@@ -1,0 +1,1 @@
+"""What a method may learn of a model before it reads a prompt."""
