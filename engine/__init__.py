@@ -46,6 +46,7 @@ _HOMES = {
     "SnapKVPlus": "engine.methods.evict.snapkv_plus",
     "SparQ": "engine.methods.select.index.sparq",
     "InfiniGen": "engine.methods.select.varying.infinigen",
+    "MagicPIG": "engine.methods.select.varying.magicpig",
     "StreamingLLM": "engine.methods.evict.streaming_llm",
     "VaSE": "engine.methods.evict.vase",
     "Window": "engine.methods.evict.window",

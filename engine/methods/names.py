@@ -26,6 +26,7 @@ NAMES = (
     "less_is_more",
     "lm_infinite",
     "longformer",
+    "magicpig",
     "minference",
     "omnikv",
     "omnikv_heads",

@@ -75,6 +75,7 @@ from tools.compare.build import (
     infllm_within,
     kascade,
     keeps_all,
+    magicpig,
     omnikv,
     omnikv_at_bytes,
     pod,
@@ -408,6 +409,12 @@ REGISTRY: dict[str, Entry] = {
         keeps_all,
         group="others",
     ),
+    "magicpig": Entry(
+        "MagicPIG, tokens drawn by hashes and weighed by their chance, the budget at most",
+        magicpig,
+        keeps_all,
+        group="others",
+    ),
     "tidaldecode": Entry(
         "TidalDecode, two choosing layers, every query head its own",
         lambda facts, share: TidalDecode(share=share),
@@ -537,6 +544,7 @@ CHOOSING = {
     "retroinfer": ("kv_head", "retroinfer"),
     "pqcache": ("kv_head", "pqcache"),
     "infinigen": ("kv_head", "infinigen"),
+    "magicpig": ("kv_head", "magicpig"),
     "delta": ("layer", "delta"),
     "omnikv_top_p": ("layer", "omnikv_top_p"),
     "kascade": ("kv_head", "kascade"),

@@ -41,6 +41,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "pqcache": {"tokens": EVERYTHING, "train": 64},
     "retroinfer": {"tokens": EVERYTHING, "segment": 64, "per": 8},
     "infinigen": {"tokens": EVERYTHING, "alpha": float("inf")},
+    "magicpig": {"recent": EVERYTHING},
     "h2o_plus": {"tokens": EVERYTHING, "segment": EVERYTHING},
     "snapkv_plus": {"tokens": EVERYTHING, "segment": EVERYTHING},
 }

@@ -66,6 +66,7 @@ SETTINGS = {
     "retroinfer": [dict(tokens=64, segment=64, per=8), dict(share=0.2, segment=100, per=10)],
     "sparq": [dict(tokens=64, r=16), dict(share=0.1, mean=False, gqa_reduce="max")],
     "infinigen": [dict(tokens=64, alpha=2.0), dict(share=0.2, columns=4, gqa_reduce="mean")],
+    "magicpig": [dict(tokens=128, bits=6, tables=40, recent=16, train=100)],
     "tidaldecode": [dict(tokens=64), dict(share=0.1, gqa_reduce="max", correction_layer=5)],
     "oracle_topk": [dict(tokens=64, tail=64), dict(share=0.1, granularity="query_head")],
     "oracle_topp": [dict(tokens=64, p=0.9), dict(share=0.2, p=0.5, granularity="layer", tail=64)],

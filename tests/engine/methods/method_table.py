@@ -78,6 +78,7 @@ from engine.methods.select.shadow.shadowkv import ShadowKV
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.methods.select.wave.retroinfer import RetroInfer
 from engine.methods.select.varying.infinigen import InfiniGen
+from engine.methods.select.varying.magicpig import MagicPIG
 from engine.methods.window_recompute import WindowRecompute
 from engine.plan.layers import tail_start
 from tests.builders import SESSION_MODEL
@@ -722,6 +723,18 @@ ROWS = (
         (
             InfiniGen(tokens=20, columns=3, alpha=0.4),
             InfiniGen(share=0.1, columns=8, alpha=float("inf"), gqa_reduce="mean", dense_layers=3),
+        ),
+        rows_by_head,
+        selects=True,
+    ),
+    Row(
+        "magicpig",
+        MagicPIG(recent=CAPACITY),
+        (
+            MagicPIG(
+                tokens=120, bits=4, tables=12, sink=3, recent=17, train=60, middle=False, seed=1
+            ),
+            MagicPIG(share=0.4, bits=6, tables=40, recent=8, train=100, dense_layers=2),
         ),
         rows_by_head,
         selects=True,
