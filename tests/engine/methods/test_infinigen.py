@@ -6,6 +6,7 @@ layer's input or turned to another position, queries that reach another session 
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -151,6 +152,8 @@ def test_with_all_columns_and_the_true_queries_it_is_the_oracle(shape, seed):
 
 
 CONFIG = tiny_config(layers=4, heads=8, kv_heads=2)
+# neighbours turn otherwise
+CONFIG = replace(CONFIG, layer_ropes=(CONFIG.rope, replace(CONFIG.rope, theta=50.0)) * 2)
 WEIGHTS = tiny_weights(CONFIG, seed=2)
 SPARSE = InfiniGen(tokens=48, columns=3, alpha=0.2)
 
@@ -181,8 +184,8 @@ def test_queries_are_what_the_layer_before_takes_through_this_layers_weights(bac
         session.decode(7)
         model = session.runner.model
         assert sorted(heard) == [1, 2, 3] and not foreseeing([session.runner.dense_runtime])
-        cos, sin = session.loaded.rotary.at(torch.tensor([90]))
         for layer, q in heard.items():
+            cos, sin = session.loaded.rotary.at(torch.tensor([90]), layer=layer)
             norm, x = model.layers[layer - 1].input_norm.double(), taken[layer - 1].double()
             normed = x * (x.square().mean(-1, keepdim=True) + CONFIG.rms_norm_eps).rsqrt() * norm
             weight = WEIGHTS[f"model.layers.{layer}.self_attn.q_proj.weight"].double()
