@@ -149,3 +149,26 @@ def test_a_sparse_servers_scores_are_its_prompts_own(pocket):
         found = reply.choices[0].logprobs.token_logprobs[:-1]
         assert running.service.sparse
     assert found[1:] == pytest.approx(full.logprobs[1:], abs=1e-3)
+
+
+def test_choices_through_the_server_score_as_transformers():
+    """Not by chance, as through servers that pass over echo: each item to 1e-3 in float32."""
+    import torch
+    import transformers
+
+    from engine import LLM, Full
+    from tests.builders import POCKET
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(POCKET, dtype=torch.float32).eval()
+    llm = LLM(POCKET, dtype="float32", method=Full(), max_context=512, threads=1, load=False)
+    context = "The pass key of Alice is 48213. The grass is green. The pass key of Alice is"
+    with serving(llm) as running:
+        for choice in (" 48213", " 71950, or another", " green"):
+            found, greedy, whole = harness(running, context, choice)
+            before = len(running.post("/tokenize", {"prompt": context}).json()["tokens"])
+            ids = torch.tensor([whole])
+            with torch.inference_mode():
+                logits = theirs(ids).logits[0, before - 1 : -1].double()
+            values = torch.log_softmax(logits, -1).gather(1, ids[0, before:, None])
+            assert found == pytest.approx(float(values.sum()), abs=1e-3)
+            assert greedy == bool((logits.argmax(-1) == ids[0, before:]).all())
