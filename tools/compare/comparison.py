@@ -16,7 +16,7 @@ from tools.compare.bytes import Held
 from tools.compare.own import digests
 from tools.compare.run import Job
 from tools.compare.work import Bench, Clock, Inside, Outside, jobs
-from tools.eval.answers import AnswerFile, Record
+from tools.eval.answers import AnswerFile, Record, require_same
 from tools.tasks import TASKS
 from weights.fingerprint import weights_digest
 
@@ -71,17 +71,7 @@ class Comparison:
 
     def _check(self, header: Record) -> None:
         """Raise UsageError where the answers there are belong to other settings."""
-        there = header["settings"]
-        other = {
-            key: there.get(key)
-            for key in {**there, **self.settings}
-            if there.get(key) != self.settings.get(key)
-        }
-        if other:
-            raise UsageError(
-                f"{self.answers.path} holds answers of other settings ({other}): "
-                "use --fresh or another --out"
-            )
+        require_same(self.answers.path, header["settings"], self.settings)
         moved = next((k for k, v in header["methods"].items() if self.methods.get(k, v) != v), None)
         if moved:
             raise UsageError(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from engine.base.errors import UsageError
 from tools.common.program import replace_text
 
 Record = dict[str, Any]
@@ -56,3 +57,12 @@ class AnswerFile:
         self.records += fresh
         self.done.update(map(self.key, fresh))
         return fresh
+
+
+def require_same(path: Path, there: Record, here: Record) -> None:
+    """Raise UsageError where the answers in a file are of other settings than a run's."""
+    other = {k: there.get(k) for k in {**there, **here} if there.get(k) != here.get(k)}
+    if other:
+        raise UsageError(
+            f"{path} holds answers of other settings ({other}): use --fresh or another --out"
+        )

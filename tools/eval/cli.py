@@ -20,7 +20,7 @@ from engine.base.errors import UsageError
 from engine.methods.base import Method
 from engine.session.session import Session
 from tools.common.program import POCKET, guarded, model_label, progress, say
-from tools.eval.answers import AnswerFile, Record
+from tools.eval.answers import AnswerFile, Record, require_same
 from tools.eval.prompts import (
     JUDGE_HELP,
     JUDGES,
@@ -160,11 +160,8 @@ class Evaluation:
         }
         self.answers = AnswerFile(args.out, _key)
         header = None if args.fresh else self.answers.load()
-        if header is not None and header["settings"] != self.settings:
-            raise UsageError(
-                f"{self.answers.path} holds answers of other settings ({header['settings']}): "
-                "use --fresh or another --out"
-            )
+        if header is not None:
+            require_same(self.answers.path, header["settings"], self.settings)
         self.answers.start({"settings": self.settings})
 
     def documents(self) -> list[tuple[str, int, int, int]]:

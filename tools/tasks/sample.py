@@ -75,20 +75,27 @@ def _fit(
             f"task {task.name} with {questions} question(s) needs at least {smallest} tokens, "
             f"not {length}: ask for a longer document or fewer questions"
         )
-    low, high = needed, None
+    return at(most_pieces(lambda pieces: at(pieces)[1], needed, length))
+
+
+def most_pieces(tokens: Callable[[int], int], least: int, length: int) -> int:
+    """The most pieces, from `least` on, with which a text has at most `length` tokens; fewer where
+    that is within a quarter of TOLERANCE. tokens(pieces) grows with the pieces, about.
+    """
+    low, high = least, None
     for _ in range(40):
-        tokens = at(low)[1]
-        if tokens >= length * (1 - TOLERANCE / 4) or (high is not None and high - low <= 1):
+        found = tokens(low)
+        if found >= length * (1 - TOLERANCE / 4) or (high is not None and high - low <= 1):
             break
-        guess = max(low + 1, int(low * length / max(1, tokens)))
+        guess = max(low + 1, int(low * length / max(1, found)))
         if high is not None:
             guess = min(guess, high - 1) if guess < high else (low + high) // 2
             guess = max(guess, low + 1)
-        if at(guess)[1] <= length:
+        if tokens(guess) <= length:
             low = guess
         else:
             high = guess
-    return at(low)
+    return low
 
 
 def make_sample(

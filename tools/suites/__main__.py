@@ -1,0 +1,7 @@
+"""`python -m tools.suites`."""
+
+import sys
+
+from tools.suites.cli import main
+
+sys.exit(main())
