@@ -55,8 +55,8 @@ from engine.methods.select.quest import Quest as Quest
 from engine.methods.select.rocket.rocketkv import RocketKV as RocketKV
 from engine.methods.select.shadow.shadowkv import ShadowKV as ShadowKV
 from engine.methods.select.tidaldecode import TidalDecode as TidalDecode
-from engine.methods.select.wave.retroinfer import RetroInfer as RetroInfer
 from engine.methods.select.varying.infinigen import InfiniGen as InfiniGen
 from engine.methods.select.varying.magicpig import MagicPIG as MagicPIG
+from engine.methods.select.wave.retroinfer import RetroInfer as RetroInfer
 from engine.methods.window_recompute import WindowRecompute as WindowRecompute
 from engine.sampling.params import SamplingParams as SamplingParams

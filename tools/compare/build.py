@@ -35,8 +35,8 @@ from engine.methods.select.infllm import InfLLM
 from engine.methods.select.pod import PodUntrained
 from engine.methods.select.rocket.rocketkv import RocketKV
 from engine.methods.select.shadow.shadowkv import ShadowKV
-from engine.methods.select.wave.retroinfer import RetroInfer
 from engine.methods.select.varying.magicpig import MagicPIG
+from engine.methods.select.wave.retroinfer import RetroInfer
 from tools.calibrate.pod_groups import read_blocks
 from tools.compare.bytes import device_share
 
@@ -468,6 +468,8 @@ def shadowkv(facts: Facts, share: float) -> ShadowKV:
     tokens = max(ShadowKV.chunk, round(share * facts.capacity) - beside)
     recent = min(ShadowKV.recent, exact)
     return ShadowKV(tokens=tokens, outliers=outliers, recent=recent, answer=exact)
+
+
 def magicpig(facts: Facts, share: float) -> MagicPIG:
     """Build MagicPIG with the mean key of the first half of the text, 1,024 tokens at most."""
     return MagicPIG(share=share, train=min(MagicPIG.train, max(32, facts.capacity // 2)))

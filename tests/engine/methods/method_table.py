@@ -76,9 +76,9 @@ from engine.methods.select.quest import Quest
 from engine.methods.select.rocket.rocketkv import RocketKV
 from engine.methods.select.shadow.shadowkv import ShadowKV
 from engine.methods.select.tidaldecode import TidalDecode
-from engine.methods.select.wave.retroinfer import RetroInfer
 from engine.methods.select.varying.infinigen import InfiniGen
 from engine.methods.select.varying.magicpig import MagicPIG
+from engine.methods.select.wave.retroinfer import RetroInfer
 from engine.methods.window_recompute import WindowRecompute
 from engine.plan.layers import tail_start
 from tests.builders import SESSION_MODEL

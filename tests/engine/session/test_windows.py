@@ -43,9 +43,9 @@ from engine.methods.select.quest import Quest
 from engine.methods.select.rocket.rocketkv import RocketKV
 from engine.methods.select.shadow.shadowkv import ShadowKV
 from engine.methods.select.tidaldecode import TidalDecode
-from engine.methods.select.wave.retroinfer import RetroInfer
 from engine.methods.select.varying.infinigen import InfiniGen
 from engine.methods.select.varying.magicpig import MagicPIG
+from engine.methods.select.wave.retroinfer import RetroInfer
 from engine.model.tensors import random_stream
 from engine.plan.layers import Role, layer_plan, spread_over
 from engine.session.generate import generate
