@@ -14,7 +14,7 @@ from engine.base.errors import SettingError
 from engine.forward.native_backend import require_native
 from engine.load.ahead.launches import FirstAnswer
 from engine.load.files import ModelFiles, rounding
-from engine.load.memory import default_chunk, make_plan
+from engine.load.memory import default_chunk, make_plan, prefill_bytes
 from engine.load.options import Options
 from engine.load.report import Plan
 from engine.methods.base import Method
@@ -249,6 +249,11 @@ class Planner:
     def chunk(self) -> int:
         """Tokens per prefill chunk."""
         return self._plan.chunk
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of a chunk's activations in the plan."""
+        return prefill_bytes(self.config, self.dtype.itemsize, self.chunk, self.device.type)
 
     @property
     def layers(self) -> LayerPlan:

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from engine.bank.pool.heap import give_back
+from engine.bank.pool.heap import free_in_heap, give_back
 from engine.bank.recurrent.savepoints import Savepoints
 from engine.bank.row_origins import Span
 from engine.base.device import synchronize
@@ -63,11 +63,21 @@ def read(
             if logits is not None:
                 end_prompt(session, start, logits[0], more, partial(tell, eta, progress, stop))
                 session.counters.count_prefill(0, time.perf_counter() - began - seconds)
+            _keep_to_plan(session)
             if progress is not None:
                 progress(eta.progress(last))
     if session.runner.model.device.type == "cpu" and len(ids) > size:
         give_back()  # 40 ms, of seconds
     return session.last_logits
+
+
+def _keep_to_plan(session: SessionState) -> None:
+    """Give back what a chunk of a session that forgets has left in the heap, where this is more
+    than a chunk is planned with: what the next one needs of it comes back, and no more.
+    """
+    if session.bank.forgets and session.runner.model.device.type == "cpu":
+        if free_in_heap() > session.planner.workspace:
+            give_back()
 
 
 def _chunks(session: SessionState, start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:

@@ -6,7 +6,8 @@ does not fit into a hole of its own size (before glibc 2.38). So tensors that ar
 the old ones live leave holes of their size: 134 MB as weights of 306 MB were laid elsewhere
 (docs/LOG.md, 2026-11-27). Here every tensor has a mapping of its own. Its pages are zeroed by the
 system as they are first written, 0.3 ms a MB, so this is for what is made once a layer and chunk,
-not for activations.
+not for activations. Small ones count: what outlives a chunk and lies between its activations, such
+as the positions of a store, splits what they leave.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-LEAST = 128 << 10  # bytes; of a smaller tensor a mapping costs more than it saves
+LEAST = 16 << 10  # bytes; of a smaller tensor a mapping costs more than it saves
 
 
 def empty(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

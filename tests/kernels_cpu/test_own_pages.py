@@ -85,7 +85,7 @@ def test_without_mappings_torch_allocates(monkeypatch):
 HOLES = """
 import ctypes, gc, sys, torch
 from kernels.native.own_pages import empty_on
-from tools.studies.forgetting import free_in_heap
+from engine.bank.pool.heap import free_in_heap
 own = sys.argv[1] == "own"
 ctypes.CDLL(None).mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, where glibc's own growth ends
 ctypes.CDLL(None).malloc_trim(0)

@@ -12,7 +12,6 @@ so a study that was stopped goes on.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from engine import LLM
+from engine.bank.pool.heap import free_in_heap
 from engine.base.errors import SettingError
 from engine.methods.base import Method
 from engine.methods.evict.shared.settings import Evicting
@@ -113,27 +113,6 @@ def ends(
     # the rows that wait are fewer by this
     first = min(method.tokens or 0, tokens // 2) + 1
     return first, first + 1, tokens
-
-
-class _Heap(ctypes.Structure):
-    """glibc's struct mallinfo2."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
-
-
-def free_in_heap() -> int:
-    """Bytes that lie free in the C library's heap; 0 where it is not glibc of 2.33 or newer."""
-    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if ask is None:
-        return 0
-    ask.restype = _Heap
-    return int(ask().fordblks)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -154,7 +154,7 @@ class Rows:
             part.heads,
             empty((len(part.k), size, part.k.shape[2]), part.k),
             empty((len(part.v), size, part.v.shape[2]), part.v),
-            part.positions.new_empty(len(part.positions), size),
+            empty((len(part.positions), size), part.positions),
             None if scores is None else empty((*scores.shape[:2], size), scores).zero_(),
             held,
             base,
@@ -256,10 +256,10 @@ class Rows:
         """(first head, one past the last, positions [h, held], scores or None, base, (k, v) or
         None): what `rebuild` needs. rows: K and V too, which no bank holds.
         """
-        scores = None if self.scores is None else self.scores[:, :, : self.held].clone()
+        scores = None if self.scores is None else copied(self.scores[:, :, : self.held])
         kv = tuple(copied(side) for side in self.kv()) if rows else None
         heads = self.heads.start, self.heads.stop
-        return *heads, self.positions[:, : self.held].clone(), scores, self.base, kv
+        return *heads, copied(self.positions[:, : self.held]), scores, self.base, kv
 
     def count(self) -> Any:
         """A `state` of the number of rows alone: for `first` to go back by, while this store grows
@@ -298,8 +298,8 @@ class Rows:
 
     def clone(self) -> Rows:
         """A copy that shares nothing."""
-        scores = None if self.scores is None else self.scores.clone()
-        tensors = copied(self.k), copied(self.v), self.positions.clone()
+        scores = None if self.scores is None else copied(self.scores)
+        tensors = copied(self.k), copied(self.v), copied(self.positions)
         return Rows(self.heads, *tensors, scores, self.held, self.base)
 
 
