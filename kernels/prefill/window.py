@@ -133,8 +133,9 @@ def _masked(
 ) -> Part:
     """Attend with queries [B, C, H, D] to few rows k, v [B, Hkv, n, D]; seen: bool [C, n]."""
     group = q.shape[2] // k.shape[1]
-    rows = (t.repeat_interleave(group, dim=1) if group > 1 else t for t in (k, v))
-    out, lse = (t.transpose(1, 2) for t in fused(q.transpose(1, 2), *rows, False, scale, seen=seen))
+    keys, values = (t.repeat_interleave(group, dim=1) if group > 1 else t for t in (k, v))
+    found = fused(q.transpose(1, 2), keys, values, False, scale, seen=seen)
+    out, lse = (t.transpose(1, 2) for t in found)
     # a query that sees none of them
     blind = ~seen.any(1)[:, None]
     return out.masked_fill(blind[..., None], 0.0), lse.float().masked_fill(blind, float("-inf"))

@@ -140,7 +140,9 @@ class PodSnapRuntime(SnapRuntime):
 
         def keys(low: int) -> torch.Tensor:
             new = bank.rows(low, sequence.since, stop)[0][0]
-            return torch.cat([sequence.layers[low][0].kv()[0], new], 1) if held else new
+            if sequence.layers is None:
+                return new
+            return torch.cat([sequence.layers[low][0].kv()[0], new], 1)
 
         return self._shared(0, layer, q, (k, v, positions), keys, start)
 

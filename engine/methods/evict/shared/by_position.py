@@ -252,10 +252,9 @@ class WindowedRuntime(EvictingRuntime):
         """`attend_window` of all queries q [1, C, H', D] at positions from `start` on, whose own
         rows of k, v [h, T, D] are the last and those behind the sinks a run.
         """
-        rows = k[None, :, sinks:], v[None, :, sinks:]
-        past = rows[0].shape[2] - q.shape[1]
-        given = self.scale, self.setup.backend, Softmax(softmax.cap)
-        near, lse = prefill_window_lse(q, *rows, past, window, *given)
+        rows, past = (k[None, :, sinks:], v[None, :, sinks:]), k.shape[1] - sinks - q.shape[1]
+        given = past, window, self.scale, self.setup.backend, Softmax(softmax.cap)
+        near, lse = prefill_window_lse(q, *rows, *given)
         at = torch.arange(start, start + q.shape[1], device=q.device)
         sunk = k[:, :sinks], v[:, :sinks], at, sinks, window, softmax
         return self._with_sinks(q, near[0], lse[0], *sunk)
