@@ -47,6 +47,7 @@ from tools.bench.shapes import SHAPES, parse_size, shape_config, shape_filters, 
 from tools.bench.split import STAGES, split_step
 from tools.bench.suite import sharp_stream
 from tools.bench.verify import verify
+from tools.common.program import POCKET
 from tools.common.synthetic_bank import synthesize
 
 TINY = [
@@ -602,6 +603,16 @@ def test_shapes_and_methods():
     )
     with pytest.raises(SettingError, match="methods: found 'nothing'"):
         specs(("nothing",), (1,), 32, (1,), (None,))
+
+
+def test_what_lies_beside_the_weights_is_taken():
+    """Gates, scores and channels of the shipped model; without a folder a method has none."""
+    names = ("duo", "razor", "double_sparsity")
+    given = names, None, 64, (0,), (None,)
+    duo, razor, double = (spec.method for spec in specs(*given, folder=POCKET))
+    assert len(duo.gates) == len(razor.heads[0]) == len(double.channels) == 8
+    duo, razor, double = (spec.method for spec in specs(*given))
+    assert duo.gates is razor.heads is double.channels is None
 
 
 def test_default_run_is_sane():

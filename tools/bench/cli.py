@@ -29,6 +29,7 @@ from tools.bench.report import render, summary
 from tools.bench.shapes import SHAPES, parse_size, shape_filters, short_size
 from tools.bench.suite import Suite
 from tools.common.program import guarded, replace_text, say
+from weights.resolve import resolve
 
 # default budget of a run without a GPU; `make bench` promises 6 minutes with its start-up
 CPU_SECONDS = 300
@@ -228,7 +229,17 @@ def options(args: argparse.Namespace) -> Options:
         dtype=args.dtype,
         threads=args.threads,
         contexts=contexts,
-        specs=tuple(specs(methods, filters, args.tokens, args.wait_layers, args.reuse, below)),
+        specs=tuple(
+            specs(
+                methods,
+                filters,
+                args.tokens,
+                args.wait_layers,
+                args.reuse,
+                below,
+                folder=resolve(args.model).folder if args.model else None,
+            )
+        ),
         peers=PEERS if args.peers is None else args.peers,
         prefill=prefill,
         rounds=max(1, args.rounds),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from engine.base.errors import SettingError
@@ -13,6 +14,9 @@ from engine.methods.full import Full
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.registry import methods
 from tools.common.planted_selection import Replay
+
+# what a method needs to know of a model beforehand, and where it lies beside the weights
+FILES = {"gates": "duo.json", "heads": "razor.json", "channels": "double_sparsity.json"}
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,14 @@ def specs(
     reuses: Sequence[float | None],
     dense_below: int | str = 0,
     tail: int = 256,
+    folder: Path | None = None,
 ) -> list[Spec]:
     """Spec list for names such as "full", "omnikv", "omnikv-host", "brutal" or any registered
     method.
 
     OmniKV is multiplied by `waits` (numbers of wait layers) and, on "omnikv-host", by `reuses`
-    (planted shares; None: as chosen). Raises SettingError for an unknown name, and where a method
+    (planted shares; None: as chosen). folder: of the model, whose files of gates, scores and
+    channels are taken. Raises SettingError for an unknown name, and where a method
     cannot have `tokens`.
     """
     known = methods()
@@ -61,7 +67,7 @@ def specs(
             found.append(
                 Spec(
                     name,
-                    _fill(known[base], filter_layers, tokens, dense_below),
+                    _fill(known[base], filter_layers, tokens, dense_below, folder),
                     "host" if place else "device",
                 )
             )
@@ -88,7 +94,11 @@ def _omnikv(
 
 
 def _fill(
-    cls: type, filter_layers: Sequence[int] | None, tokens: int, dense_below: int | str
+    cls: type,
+    filter_layers: Sequence[int] | None,
+    tokens: int,
+    dense_below: int | str,
+    folder: Path | None,
 ) -> Method:
     """A method with those of these settings that it has."""
     if cls is Full:
@@ -98,6 +108,9 @@ def _fill(
     offered["forget"] = False  # prompts are synthetic banks
     if names & {"gates", "heads", "eps"}:  # heads have no budget of their own there
         del offered["tokens"]
+    for name, file in FILES.items():
+        if name in names and folder is not None and (folder / file).is_file():
+            offered[name] = folder / file
     try:
         return cls(**{name: value for name, value in offered.items() if name in names})
     except SettingError as error:
