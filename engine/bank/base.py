@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -51,6 +51,9 @@ class SparseRows(NamedTuple):
     counts: torch.Tensor  # int32 [B]: how many of the K are valid, or [B, Hkv]: of each head's
     tail_start: torch.Tensor  # int32 [B]: first row of the tail (position or ring row)
     stop: torch.Tensor  # int32 [B]: one past the last row that the step's last query sees
+
+
+T = TypeVar("T")
 
 
 def own_rows(index: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -514,6 +517,7 @@ class Step:
     query_ring: QueryRing
     rotary: Rotary
     tokens: torch.Tensor | None = None
+    _shared: dict[str, Any] = field(default_factory=dict)
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
     _rings: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
@@ -524,6 +528,17 @@ class Step:
     _windows: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
     )
+
+    @property
+    def lengths(self) -> list[int]:
+        """`visible` on the host, asked for once and not in each layer."""
+        return self.once("lengths", self.visible.tolist)
+
+    def once(self, name: str, made: Callable[[], T]) -> T:
+        """What layers of the step share, made by the first that asks."""
+        if name not in self._shared:
+            self._shared[name] = made()
+        return self._shared[name]
 
     def tail_start(self, tail: int) -> torch.Tensor:
         """First tail position per sequence, int32 [B], for the first of the step's queries."""

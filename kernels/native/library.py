@@ -42,6 +42,7 @@ SOURCES = (
     "far.cpp",
     "few_bits.cpp",
     "gates.cpp",
+    "indexed.cpp",
     "kept.cpp",
     "noisy.cpp",
     "packed.cpp",

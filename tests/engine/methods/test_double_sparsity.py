@@ -102,7 +102,7 @@ def test_labels_follow_the_bank_wherever_it_goes(moves):
         for b, length in enumerate((n, max(1, n - 3))):
             for head in range(2):
                 rows = world.bank.kv(3)[0][b, head, :length, list(method.channels[3][head][:3])]
-                assert torch.equal(world.runtime.held[1, b, head, :length], rows)
+                assert torch.equal(world.runtime.held[1, b, head, :, :length], rows.mT)
         before = n
 
 

@@ -198,31 +198,37 @@ class IndexRuntime(Selecting):
         self.learn(group, layer, step.bank, lengths)
         if self.covers(lengths):
             return Selection(None, None, step.visible)
-        index, tail = self.index[group], self.tail_start(step)
-        choices, room = len(index) // len(q), self.k - self.method.newest(self.k)
-        stop = tail.repeat_interleave(choices)
-        counts, first = torch.empty_like(stop), torch.zeros_like(stop)
+        index, choices = self.index[group], self.index.shape[1] // len(q)
+        tail, first, stop, room = step.once("index", lambda: self._ends(step, choices))
+        counts = torch.empty_like(stop)
         scores = self.score(group, q[:, -1], lengths)
-        wanted = self.wanted(stop, room)
-        select_topk(scores, first, stop, wanted, index, counts, backend=self.setup.backend)
+        select_topk(
+            scores, first, stop, self.wanted(stop, room), index, counts, backend=self.setup.backend
+        )
         by_list = counts.view(len(q), choices)
         kept = by_list if self.apart else by_list[:, 0]
         chosen = Selection(index.view(len(q), choices, -1), kept, tail)
         return self.completed(group, chosen, lengths)
 
+    def _ends(self, step: Step, choices: int) -> tuple[torch.Tensor, ...]:
+        """Where a step's tail begins, and between which tokens, and how many, each choice takes."""
+        tail, room = self.tail_start(step), self.k - self.method.newest(self.k)
+        stop = tail.repeat_interleave(choices)
+        return tail, torch.zeros_like(stop), stop, torch.full_like(stop, room)
+
     def lengths(self, step: Step) -> list[int]:
         """Of how many tokens of each sequence a step's choice knows."""
-        return step.visible.tolist()
+        return step.lengths
 
     def covers(self, lengths: list[int]) -> bool:
         """Whether a step reads everything, because nothing is left out or nothing can choose."""
         return max(map(self.choosable, lengths)) <= self.k
 
-    def wanted(self, stop: torch.Tensor, room: int) -> torch.Tensor:
+    def wanted(self, stop: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """How many of its scores, which `score` has just made, each list takes: int32 [B *
         choices], at most room. stop: its candidates' end.
         """
-        return torch.full_like(stop, room)
+        return room
 
     def tail_start(self, step: Step) -> torch.Tensor:
         return (step.visible - self.method.newest(self.k)).clamp_(min=0)

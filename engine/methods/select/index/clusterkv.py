@@ -34,6 +34,7 @@ from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
 from kernels.rows.forms import key_floats
+from kernels.select.index_logits import code_logits
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,9 @@ class ClusterKVRuntime(IndexRuntime):
             stop, count = method.since(n), method.segments(n) * method.clusters
             centroids = self.centroids[group, b, :, :count].float()
             found = reduced(grouped(q[b], heads) @ centroids.mT, method.gqa_reduce)
-            member = self.member[group, b, :, method.sink : stop]
-            scores[b, :, method.sink : stop] = found.gather(1, member.long())
+            member = self.member[group, b, :, None, method.sink : stop]
+            own = scores[b, :, None, method.sink : stop]
+            code_logits(found[:, None, None], member, own, self.setup.backend)
         return self.scores
 
     def tail_start(self, step: Step) -> torch.Tensor:

@@ -40,6 +40,7 @@ from engine.methods.tables.head_table import Facts, checked_facts
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from kernels.rows.forms import unpack_keys
+from kernels.select.index_logits import channel_logits
 
 PART = 16  # of the head dimension, by default
 
@@ -97,7 +98,7 @@ class DoubleSparsity(Indexed):
         """Labels of every token, and which channels they are."""
         layers, heads, count = len(plan.sparse_layers), config.num_kv_heads, self.labels(config)
         return super().buffers(plan, config, capacity, batch) | {
-            "held": Buffer((layers, batch, heads, capacity, count)),
+            "held": Buffer((layers, batch, heads, count, capacity)),
             "heavy": Buffer((layers, heads, 1, count), torch.int64),
         }
 
@@ -123,21 +124,26 @@ class DoubleSparsityRuntime(IndexRuntime):
     def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         rows, heavy = unpack_keys(k, self.held.dtype), self.heavy[group]
         n = rows.shape[1]
-        self.held[group, b, :, first : first + n] = rows.gather(2, heavy.expand(-1, n, -1))
+        self.held[group, b, :, :, first : first + n] = rows.gather(2, heavy.expand(-1, n, -1)).mT
 
     def score(self, group: int, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        heads = self.held.shape[2]
-        scores = self.scores.view(len(q), -1, self.scores.shape[1])
+        heads, count = self.held.shape[2:4]
+        labels = torch.arange(count, device=q.device).expand(heads, -1)
+        scores = self.scores.view(len(q), heads, -1, self.scores.shape[1])
         for b, n in enumerate(lengths):
             asked = grouped(q[b], heads)
             few = asked.gather(2, self.heavy[group].expand(-1, asked.shape[1], -1))
             for first in range(0, n, AT_ONCE):
                 part = slice(first, min(n, first + AT_ONCE))
-                logits = few @ self.held[group, b, :, part].float().mT
-                scores[b, :, part] = reduced(logits, self.method.gqa_reduce)
+                own, apart = scores[b, :, :, part], self.method.gqa_reduce == "none"
+                found = own if apart else own.new_empty(*few.shape[:2], own.shape[2])
+                held = self.held[group, b, :, :, part]
+                channel_logits(few, labels, held, found, self.setup.backend)
+                if not apart:
+                    own[:, 0] = reduced(found, self.method.gqa_reduce)
         return self.scores
 
     def index_bytes(self, n: int) -> int:
         """The labels of every token."""
-        heads, _, count = self.held.shape[2:]
+        heads, count = self.held.shape[2:4]
         return heads * count * n * self.held.element_size()

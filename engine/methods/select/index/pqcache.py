@@ -23,7 +23,6 @@ from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.select.base import Buffer
 from engine.methods.select.index.base import (
-    AT_ONCE,
     REDUCTIONS,
     Indexed,
     IndexRuntime,
@@ -34,6 +33,7 @@ from engine.methods.select.index.clusters import cluster, nearest
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from kernels.rows.forms import key_floats
+from kernels.select.index_logits import code_logits
 
 NEWEST = 2  # the newest tokens are this part of the budget
 
@@ -141,14 +141,11 @@ class PQCacheRuntime(IndexRuntime):
                 continue
             asked = grouped(q[b], heads).unflatten(2, (method.parts, -1)).transpose(1, 2)
             table = asked @ self.centroids[group, b].mT * self.scale  # [Hkv, parts, G, C]
-            last = max(method.sink, n - method.newest(self.k))
-            for first in range(method.sink, last, AT_ONCE):
-                part = slice(first, min(last, first + AT_ONCE))
-                codes = self.codes[group, b, :, :, part].long().unsqueeze(2)
-                found = table.gather(3, codes.expand(-1, -1, table.shape[2], -1))
-                weights[b, :, :, part] = found.sum(1)
-            shares = weights[b, :, :, method.sink : last].softmax(-1)
-            scores[b, :, method.sink : last] = reduced(shares, method.gqa_reduce)
+            between = slice(method.sink, max(method.sink, n - method.newest(self.k)))
+            codes, found = self.codes[group, b, :, :, between], weights[b, :, :, between]
+            code_logits(table, codes, found, self.setup.backend)
+            shares = found.softmax(-1)
+            scores[b, :, between] = reduced(shares, method.gqa_reduce)
         return self.scores
 
     def tail_start(self, step: Step) -> torch.Tensor:

@@ -33,6 +33,7 @@ from engine.methods.select.index.value_sums import ValueSums
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from kernels.rows.forms import floats, unpack_keys
+from kernels.select.index_logits import channel_logits
 
 NEWEST = 4  # the newest tokens are this part of the budget
 
@@ -128,21 +129,20 @@ class SparQRuntime(IndexRuntime):
 
     def score(self, group: int, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """Leaves every query head's logits in self.logits."""
-        heads, dim = self.by_channel.shape[2:4]
-        logits, scores = self._logits(len(q)), self.scores.view(len(q), heads, -1)
+        heads = self.by_channel.shape[2]
+        logits, scores = self._logits(len(q)), self.scores.view(len(q), -1, self.scores.shape[1])
         for b, n in enumerate(lengths):
-            asked, keys = grouped(q[b], heads), self.by_channel[group, b].flatten(0, 1)
+            asked = grouped(q[b], heads)
             sizes = asked.abs()
             largest = sizes.sum(1).topk(self._r, -1).indices  # [Hkv, r]
             few = asked.gather(2, largest.unsqueeze(1).expand(-1, asked.shape[1], -1))
             cover = few.abs().sum(-1, keepdim=True) / sizes.sum(-1, keepdim=True).clamp(min=1e-30)
             few = few * (self.scale * cover.clamp(min=1e-30).rsqrt())
-            rows = largest + dim * torch.arange(heads, device=q.device).unsqueeze(1)
+            found = logits[b, :, :, :n]
+            channel_logits(few, largest, self.by_channel[group, b], found, self.setup.backend)
             for first in range(0, n, AT_ONCE):
                 part = slice(first, min(n, first + AT_ONCE))
-                found = few @ keys[rows.flatten(), part].float().view(heads, self._r, -1)
-                logits[b, :, :, part] = found
-                scores[b, :, part] = reduced(found, self.method.gqa_reduce)
+                scores[b, :, part] = reduced(found[:, :, part], self.method.gqa_reduce)
         return self.scores
 
     def _logits(self, batch: int) -> torch.Tensor:

@@ -47,6 +47,10 @@ class ValueSums:
         """Add rows first .. first+n-1, v [Hkv, n, D]; the sums of those before are known."""
         prefix, blocks = self.prefix[layer, b], self.blocks[layer, b]
         heads, n, dim = v.shape
+        self._high[layer][b] = max(self._high[layer][b], first + n)
+        if n == 1:
+            self._add_one(prefix, blocks, first, v[:, 0])
+            return
         stop, before, number = first + n, first % BLOCK, first // BLOCK
         whole = -(-stop // BLOCK) - number
         rows = prefix.new_zeros(heads, whole * BLOCK, dim)
@@ -59,7 +63,17 @@ class ValueSums:
         blocks[:, number : number + full + 1] = totals
         newest = torch.arange(max(first, stop - BLOCK), stop, device=v.device)
         prefix[:, newest % BLOCK] = sums.flatten(1, 2)[:, newest - number * BLOCK]
-        self._high[layer][b] = max(self._high[layer][b], stop)
+
+    @staticmethod
+    def _add_one(prefix: torch.Tensor, blocks: torch.Tensor, first: int, v: torch.Tensor) -> None:
+        """The same of one row v [Hkv, D], as every step adds one."""
+        slot, number = first % BLOCK, first // BLOCK
+        total = prefix[:, slot]
+        total.copy_(v)
+        if slot:
+            total += prefix[:, slot - 1]
+        if slot == BLOCK - 1:
+            torch.add(blocks[:, number], total, out=blocks[:, number + 1])
 
     def mean(self, layer: int, b: int, n: int) -> torch.Tensor:
         """The mean of rows 0 .. n-1, float64 [Hkv, D]; n > 0."""

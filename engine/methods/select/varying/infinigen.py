@@ -203,9 +203,10 @@ class InfiniGenRuntime(VaryingRuntime):
             self.counts[b] = (scores[b, :, :n] > -method.alpha).sum() // heads
         return self.scores
 
-    def wanted(self, stop: torch.Tensor, room: int) -> torch.Tensor:
+    def wanted(self, stop: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """As many as the heads want on average, rounded down, the largest at least."""
-        return self.counts.clamp(1, max(1, room)).repeat_interleave(len(stop) // len(self.counts))
+        counts = self.counts.clamp(min=1).repeat_interleave(len(stop) // len(self.counts))
+        return torch.minimum(counts, room.clamp(min=1))
 
     # ---------------------------------------------------------------- what a step read
 

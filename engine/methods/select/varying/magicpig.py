@@ -182,11 +182,11 @@ class MagicPIGRuntime(VaryingRuntime):
             scores[b, :, method.sink : last] = agreed[b, :, :, method.sink : last].amax(1)
         return self.scores
 
-    def wanted(self, stop: torch.Tensor, room: int) -> torch.Tensor:
+    def wanted(self, stop: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """What any query head has drawn, and the first tokens."""
         places = torch.arange(self.scores.shape[1], device=stop.device)
         drawn = (self.scores >= AGREE) & (places < stop.unsqueeze(1))
-        return drawn.sum(1).clamp_(max=room).int()
+        return torch.minimum(drawn.sum(1).int(), room)
 
     def completed(self, group: int, chosen: Selection, lengths: list[int]) -> Selection:
         assert chosen.index is not None
