@@ -338,21 +338,23 @@ def score_natively(
 
 
 def head_most(logits: torch.Tensor, lse: torch.Tensor | None, scores: torch.Tensor) -> None:
-    """Set scores [n] float32 to the maximum over heads of exp(logits - lse), or of logits without
-    lse.
+    """Set scores [n] or [lists, n] float32 to the maximum over heads, or over each list's heads in
+    turn, of exp(logits - lse), or of logits without lse.
 
-    logits [H, n] and lse [H] float32; all contiguous.
+    logits [H, n] and lse [H] float32; all contiguous but scores between lists.
     """
     library = loaded()
-    heads, rows = logits.shape
+    (heads, rows), lists = logits.shape, 1 if scores.dim() == 1 else len(scores)
     library.omnikv_head_most(
         ctypes.c_void_p(logits.data_ptr()),
         ctypes.c_void_p(None if lse is None else lse.data_ptr()),
-        heads,
+        lists,
+        heads // lists,
         ctypes.c_long(rows),
         rows,
         torch.get_num_threads(),
         ctypes.c_void_p(scores.data_ptr()),
+        ctypes.c_long(scores.stride(0)),
     )
 
 
@@ -376,6 +378,9 @@ def _attention() -> Iterator[Case]:
         scores = torch.empty(300)
         head_most(held.view(6, 300), lse[1], scores)
         yield f"scores in {dtype}", scores, head_max(logits, "softmax")[0], dtype
+        by_head, expected = torch.empty(2, 300), (logits[0] - logits[0].logsumexp(-1, True)).exp()
+        head_most(held.view(6, 300), lse[1], by_head)
+        yield f"scores by list in {dtype}", by_head, expected.view(2, 3, 300).amax(1), dtype
         again = torch.empty(6 * 300)
         alone = logits_natively(q[1:], k, 0.125, again)
         yield f"logits alone in {dtype}", again, held, torch.float32

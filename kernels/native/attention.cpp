@@ -17,9 +17,11 @@ extern "C" int omnikv_attend(const Call *c, int kind) {
     return 0;
 }
 
+namespace {
+
 // scores[t] = the most of logits [heads][ahead] over heads, of exp(logit - lse) where there is an lse.
-extern "C" void omnikv_head_most(const float *logits, const float *lse, int heads, long ahead, int rows,
-                                 int threads, float *scores) {
+static void head_most(const float *logits, const float *lse, int heads, long ahead, int rows, int threads,
+                      float *scores) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 16384)
     for (int t = 0; t < rows; t += W) {
         if (t + W <= rows) {
@@ -40,6 +42,17 @@ extern "C" void omnikv_head_most(const float *logits, const float *lse, int head
             scores[i] = lse ? exponential(all(top))[0] : top;
         }
     }
+}
+
+}  // namespace
+
+// scores[l * apart + t] = the most of logits [lists][heads][ahead] over a list's heads, of exp(logit - lse)
+// where there is an lse.
+extern "C" void omnikv_head_most(const float *logits, const float *lse, int lists, int heads, long ahead,
+                                 int rows, int threads, float *scores, long apart) {
+    for (int l = 0; l < lists; l++)
+        head_most(logits + l * heads * ahead, lse ? lse + l * heads : nullptr, heads, ahead, rows, threads,
+                  scores + l * apart);
 }
 
 namespace {

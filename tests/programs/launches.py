@@ -24,7 +24,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine.load.planner
 import kernels
-from engine import LLM, Full, OmniKV
+from engine import (
+    LLM,
+    ClusterKV,
+    Delta,
+    DoubleSparsity,
+    Full,
+    Kascade,
+    LessIsMore,
+    OmniKV,
+    OmniKVHeads,
+    OmniKVTopP,
+    OracleTopK,
+    PQCache,
+    Quest,
+    SparQ,
+    TidalDecode,
+)
 from engine.forward.decode import Decoder
 from engine.model.tensors import random_stream
 from engine.sampling.params import SamplingParams
@@ -87,6 +103,24 @@ RECURRENT = {
         layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(40)],
     ),
 }
+# methods that choose, over the same layers; heads of 16 have a channel as a label
+_K = dict(tokens=64)
+_FILTERED = dict(filter_layers=(2, 8, 18), dense_below=0, **_K)
+CHOOSING = {
+    "omnikv": lambda: OmniKV(**_FILTERED),
+    "omnikv_heads": lambda: OmniKVHeads(**_FILTERED),
+    "omnikv_top_p": lambda: OmniKVTopP(**{**_FILTERED, "least": 16}),
+    "quest": lambda: Quest(**_K),
+    "tidaldecode": lambda: TidalDecode(**_K),
+    "kascade": lambda: Kascade(anchors=(0, 2, 8, 18), **_K),
+    "less_is_more": lambda: LessIsMore(**_K),
+    "delta": lambda: Delta(**_K),
+    "oracle_topk": lambda: OracleTopK(granularity="kv_head", **_K),
+    "sparq": lambda: SparQ(**_K),
+    "double_sparsity": lambda: DoubleSparsity(channels=(((1,),) * 8,) * 32, **_K),
+    "clusterkv": lambda: ClusterKV(segment=80, per=20, **_K),
+    "pqcache": lambda: PQCache(train=64, **_K, sink=4),
+}
 # before: 2 fused kernels and 1 product; after: 3 fused and 3 products, two of them with split-K
 BEFORE, AFTER = 3, 8
 VIEWS = (
@@ -141,10 +175,25 @@ class Launches(TorchDispatchMode):
 
         return run
 
+    def _zeros(self, real):
+        """What makes tensors that a kernel is to write: it does not, and operators read them."""
+
+        def made(*arguments, **named):
+            self.off += 1
+            try:
+                return real(*arguments, **named).zero_()
+            finally:
+                self.off -= 1
+
+        return made
+
     @contextlib.contextmanager
     def kernels_counted(self):
         """Triton kernels that do nothing but count."""
         with contextlib.ExitStack() as stack:
+            for owner, name in ((torch, "empty"), (torch.Tensor, "new_empty")):
+                real = getattr(owner, name)
+                stack.enter_context(mock.patch.object(owner, name, self._zeros(real)))
             always = mock.patch(
                 "kernels.launch.dispatch.choose_for", lambda backend, device: "triton"
             )
@@ -209,6 +258,18 @@ def recurrent_launches(name) -> Launches:
     return record
 
 
+def choosing_launches(name, layers=32) -> Launches:
+    """The launches and the waits of one decode step of one of CHOOSING, whose index is up to date
+    but for the newest token.
+    """
+    record = Launches()
+    shape = {**SHAPE, "layers": layers, "hidden": 64, "max_positions": 4096}
+    with record.kernels_counted():
+        llm = _model(session_config(**shape), CHOOSING[name](), "device", "fused", "auto")
+        _step(llm, record, plain=False, before=1)
+    return record
+
+
 def _model(config, method, offload, step, weights) -> LLM:
     llm = LLM.from_stream(
         config,
@@ -216,7 +277,7 @@ def _model(config, method, offload, step, weights) -> LLM:
         method=method,
         device="cpu",
         chunk=64,
-        max_context=SHAPE["max_positions"],
+        max_context=config.max_positions,
         offload=offload,
         backend="triton",
         dtype="bfloat16",
@@ -228,8 +289,8 @@ def _model(config, method, offload, step, weights) -> LLM:
     return llm
 
 
-def _step(llm, record, plain) -> None:
-    """Run one decode step of a session of 300 tokens under `record`."""
+def _step(llm, record, plain, before=0) -> None:
+    """Run one decode step of a session of 300 tokens under `record`, after so many others."""
     with llm.session() as session:
         session.adopt([1] * 300)
         decoder = session.runner._own_step._decoder
@@ -240,11 +301,12 @@ def _step(llm, record, plain) -> None:
             halves = decoder.halves
             halves._pre_attention = record.piece(halves._pre_attention, BEFORE, "before")
             halves._post_attention = record.piece(halves._post_attention, AFTER, "after")
-        session.bank.before_step(301)
-        session.runner.feed(1, 301)
-        record.by.clear(), record.reads.clear()
-        with torch.no_grad(), record:
-            decoder.step(session.runner.token, session.runner.length, session.bank)
+        for number in range(before + 1):
+            session.bank.before_step(301 + number)
+            session.runner.feed(1, 301 + number)
+            record.by.clear(), record.reads.clear()
+            with torch.no_grad(), record:
+                decoder.step(session.runner.token, session.runner.length, session.bank)
 
 
 def token_launches(ahead: bool) -> Counter:
@@ -283,6 +345,10 @@ def main() -> None:
             print(f"{name}, chosen on the {chosen}: {record.by.total()}, {waits} waits  {parts}")
     for name in RECURRENT:
         record = recurrent_launches(name)
+        parts = ", ".join(f"{k} {n}" for k, n in record.by.most_common(12))
+        print(f"{name}: {record.by.total()}, {record.reads.total()} waits  {parts}")
+    for name in CHOOSING:
+        record = choosing_launches(name)
         parts = ", ".join(f"{k} {n}" for k, n in record.by.most_common(12))
         print(f"{name}: {record.by.total()}, {record.reads.total()} waits  {parts}")
     for ahead in (False, True):

@@ -41,7 +41,7 @@ class OfficialRuntime(OmniKVRuntime):
     def attend_and_select(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Selection from the prompt's tokens, then attention to everything."""
         group = self._group(layer)
-        forced = self._forced(int(step.visible[0]))
+        forced = self._forced(step.lengths[0])
         scored = self.prompt - forced
         index, counts = self.index[group], self.counts[group]
         select_topk(

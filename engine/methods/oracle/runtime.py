@@ -39,7 +39,7 @@ class GranularRuntime(Selecting):
         return candidates <= self.k
 
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
-        tail, lengths = self.tail_start(step), step.visible.tolist()
+        tail, lengths = self.tail_start(step), step.lengths
         if self.covers(max(tail.tolist() if self.method.tail else lengths)):
             return Selection(None, None, tail)
         self.score(layer, q, step, lengths)

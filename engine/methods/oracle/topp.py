@@ -90,9 +90,10 @@ class TopPRuntime(OracleRuntime):
         scores = self.scores[:, : max(self._lengths)]
         places = torch.arange(scores.shape[1], device=scores.device)
         ours = scores.masked_fill(places >= stop.unsqueeze(1), 0.0)
-        reached = ours.sort(1, descending=True).values.cumsum(1, dtype=torch.float64)
-        total = scores.sum(1, dtype=torch.float64)
-        missing = (self.method.p - 1) * total + reached[:, -1]  # what the tail has not
+        most = min(ours.shape[1], max(self.method.floor, self.k))
+        reached = ours.topk(most, 1).values.cumsum(1, dtype=torch.float64)
+        total, before = (some.sum(1, dtype=torch.float64) for some in (scores, ours))
+        missing = (self.method.p - 1) * total + before  # what the tail has not
         wanted = (reached < missing.unsqueeze(1)).sum(1) + (missing > 0)
         return wanted.clamp_(self.method.floor, max(self.method.floor, self.k)).int()
 

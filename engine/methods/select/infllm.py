@@ -228,9 +228,9 @@ class InfLLMRuntime(Runtime):
         self.freq = self.rotary.frequencies()
         # layer -> (first position, last position + 1, blocks int64) of sequence 0's newest piece
         self.read: dict[int, tuple[int, int, torch.Tensor]] = {}
-        # (first position, last position + 1, turns to position 0, turns on to the local distance)
-        # of the newest piece: all layers have the same
-        self._turns: tuple[int, int, Turns, Turns] | None = None
+        # (first position, last position + 1, turns to the local distance) of the newest piece: all
+        # layers have the same; None between chunks and steps
+        self._turns: tuple[int, int, Turns] | None = None
         # (layer, stop, output of the last query) of the chunk under way
         self._newest: tuple[int, int, torch.Tensor] | None = None
 
@@ -254,7 +254,7 @@ class InfLLMRuntime(Runtime):
 
     def commit(self, count: int) -> None:
         self.memory.commit()
-        self._newest = None
+        self._newest = self._turns = None
 
     def state(self) -> Any:
         return self.memory.state()
@@ -384,11 +384,9 @@ class InfLLMRuntime(Runtime):
         """Queries [C, H, D] at start .. start+C-1 turned to the local distance, float32."""
         stop = start + len(q)
         if self._turns is None or self._turns[:2] != (start, stop):
-            back = self.rotary.turns_by(-torch.arange(start, stop, device=q.device))
-            on = torch.full((len(q),), self.method.local, device=q.device)
-            self._turns = start, stop, back, self.rotary.turns_by(on)
-        back, further = self._turns[2:]
-        return apply_rope(apply_rope(q.float(), *back), *further)
+            by = self.method.local - torch.arange(start, stop, device=q.device)
+            self._turns = start, stop, self.rotary.turns_by(by)
+        return apply_rope(q.float(), *self._turns[2])
 
     def _far(
         self,

@@ -156,7 +156,7 @@ class QuestRuntime(Selecting):
         self._known[group][0] = stop
 
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
-        group, size, lengths = self.plan.group_of[layer], self.method.page, step.visible.tolist()
+        group, size, lengths = self.plan.group_of[layer], self.method.page, step.lengths
         assert group is not None
         older, tail = [(n - 1) // size for n in lengths], self.tail_start(step)
         read, pages = self.k // size - 1, self.pages[group]

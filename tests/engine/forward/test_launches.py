@@ -8,7 +8,13 @@ from collections import Counter
 
 import pytest
 
-from tests.programs.launches import STEPS, launches, recurrent_launches, token_launches
+from tests.programs.launches import (
+    STEPS,
+    choosing_launches,
+    launches,
+    recurrent_launches,
+    token_launches,
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +79,11 @@ def test_mamba_2_launches_no_more_than_it_did():
     record = recurrent_launches("granite 4")
     assert record.by["conv_kernel"] == 36 and record.by["dense_kernel"] == 4
     assert record.by.total() <= 3543 and not record.reads
+
+
+@pytest.mark.parametrize("name", ["quest", "delta", "less_is_more", "oracle_topk", "sparq"])
+def test_a_method_that_chooses_waits_for_the_device_once_a_step(name):
+    """For the lengths: not once more in each layer that chooses."""
+    record = choosing_launches(name, layers=6)
+    assert record.by["sparse_kernel"] > 1 and record.by["product_kernel"] == 4 * 6 + 1
+    assert record.reads.total() <= 1

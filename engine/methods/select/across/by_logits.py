@@ -132,7 +132,7 @@ class ByLogits(Selecting):
         chooses = group is not None and self.plan.roles[layer] is Role.FILTER
         if not chooses or not self.plan.groups[group or 0].layers or not self._logs(layer, q, step):
             return super().attend(layer, q, step)
-        k, v = (rows[0, :, : int(step.visible[0])] for rows in step.bank.kv(layer, step.bucket))
+        k, v = (rows[0, :, : step.lengths[0]] for rows in step.bank.kv(layer, step.bucket))
         given = self.scale, self.softmax[layer], self.setup.scratch
         out, self.logged = attend_logged(q, k, v, *given)
         try:
@@ -164,7 +164,7 @@ class ByLogits(Selecting):
         raise NotImplementedError
 
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
-        group, lengths = self.plan.group_of[layer], step.visible.tolist()
+        group, lengths = self.plan.group_of[layer], step.lengths
         if max(lengths) <= self.k:
             return Selection(None, None, step.visible)
         assert group is not None

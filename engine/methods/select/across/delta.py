@@ -110,7 +110,7 @@ class DeltaRuntime(Selecting):
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
         group, size, tail = self.plan.group_of[layer], self.method.page, self.tail_start(step)
         assert group is not None
-        older = int(tail.max()) // size
+        older = max(0, -(-max(step.lengths) // size) - self.method.newest)
         read = self.k // size - self.method.newest
         if older <= read:
             return Selection(None, None, tail)

@@ -34,6 +34,7 @@ from engine.methods.select.base import Budgeted, Buffer, Selection
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan, layer_plan
 from engine.plan.needs import Needs
+from kernels.select.topk import select_topk
 
 
 @dataclass(frozen=True)
@@ -105,15 +106,16 @@ class LessIsMoreRuntime(ByLogits):
             scores[:n] = float("-inf")
             scores[:sinks] = float("inf")
             stop = max(sinks, n - newest)
-            between = self.logs(layer, q, step, b, n).logits[:, sinks:stop]
+            logits = self.logs(layer, q, step, b, n).logits
+            places = min(chosen, stop - sinks)
+            named = _first(logits, sinks, stop, places, self.setup.backend).T.flatten()
             # [places, heads]: a token's number in this order is its place
-            named = between.topk(min(chosen, stop - sinks), 1).indices.T.flatten()
             order = torch.arange(0, -len(named), -1, dtype=torch.float32, device=q.device)
-            scores[sinks:stop].scatter_reduce_(0, named, order, "amax")
+            scores.scatter_reduce_(0, named, order, "amax")
         return self.scores
 
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
-        group, lengths = self.plan.group_of[layer], step.visible.tolist()
+        group, lengths = self.plan.group_of[layer], step.lengths
         if max(lengths) <= self.k:
             return Selection(None, None, step.visible)
         assert group is not None
@@ -127,3 +129,15 @@ class LessIsMoreRuntime(ByLogits):
     def tail_start(self, step: Step) -> torch.Tensor:
         """The newest tokens are read beside the list."""
         return (step.visible - self.method.parts(self.k)[2]).clamp(min=0)
+
+
+def _first(logits: torch.Tensor, start: int, stop: int, count: int, backend: str) -> torch.Tensor:
+    """The `count` tokens from `start` to stop-1 with the largest logits [H, n], largest first, of
+    equal ones the first: int64 [H, count].
+    """
+    best = logits.new_empty(len(logits), count, dtype=torch.int32)
+    ends = [best.new_full((len(logits),), end) for end in (start, stop, count)]
+    select_topk(logits, *ends, best, torch.empty_like(ends[0]), backend=backend)
+    tokens = best.long()
+    order = logits.gather(1, tokens).sort(dim=1, descending=True, stable=True).indices
+    return tokens.gather(1, order)

@@ -29,7 +29,7 @@ from engine.model.config.config import ModelConfig
 from engine.plan.layers import TAIL_BLOCK, LayerPlan
 from engine.plan.needs import Needs
 from kernels.attention.dense import decode_dense
-from kernels.attention.native import attends
+from kernels.attention.native import attends, head_most
 from kernels.attention.sparse import decode_sparse
 from kernels.launch.dispatch import choose
 from kernels.select.window_scores import window_scores
@@ -138,17 +138,20 @@ class HeadsRuntime(OmniKVRuntime):
     ) -> torch.Tensor:
         """As `_score`, from the logits of all heads; one query's kernel reads K once."""
         (k, v), scratch = step.bank.kv(layer, step.bucket), self.setup.scratch
-        given = self.scale, self.softmax[layer], scratch
+        given, kind = (self.scale, self.softmax[layer], scratch), self.method.kind
         at_once = native and q.shape[:2] == (1, 1)
         out = None if at_once else self.attend_dense(layer, q, step)
-        for b, n in enumerate(step.visible.tolist()):
+        for b, n in enumerate(step.lengths):
             if at_once:
                 out, logged = attend_logged(q, k[0, :, :n], v[0, :, :n], *given)
             else:
                 logged = logs_of(q[b, -1:], k[b, :, :n], *given, self.setup.backend)
-            raw = logged.logits.view(self.lists, -1, n)
-            found = logged.weights(self.lists) if self.method.kind == "softmax" else raw
-            torch.amax(found, 1, out=scores.unflatten(0, (-1, self.lists))[b, :, :n])
+            own, weighed = scores.unflatten(0, (-1, self.lists))[b, :, :n], kind == "softmax"
+            if native:
+                head_most(logged.logits, logged.lse if weighed else None, own)
+                continue
+            found = logged.weights(self.lists) if weighed else logged.logits
+            torch.amax(found.view(self.lists, -1, n), 1, out=own)
         assert out is not None
         return out
 
