@@ -39,7 +39,6 @@ from engine import (
     PQCache,
     Quest,
     SparQ,
-    TidalDecode,
 )
 from engine.forward.decode import Decoder
 from engine.model.tensors import random_stream
@@ -111,7 +110,6 @@ CHOOSING = {
     "omnikv_heads": lambda: OmniKVHeads(**_FILTERED),
     "omnikv_top_p": lambda: OmniKVTopP(**{**_FILTERED, "least": 16}),
     "quest": lambda: Quest(**_K),
-    "tidaldecode": lambda: TidalDecode(**_K),
     "kascade": lambda: Kascade(anchors=(0, 2, 8, 18), **_K),
     "less_is_more": lambda: LessIsMore(**_K),
     "delta": lambda: Delta(**_K),
