@@ -19,7 +19,9 @@ from engine import (
     OmniKV,
     OmniKVHeads,
     Quest,
+    RocketKV,
     SamplingParams,
+    ShadowKV,
     TidalDecode,
 )
 from engine.base.errors import SettingError
@@ -42,6 +44,8 @@ METHODS = {
     "tidal-all": TidalDecode(tokens=24, select_layer=1, gqa_reduce="all"),
     "kascade": Kascade(tokens=24, anchors=(0, 2)),
     "residual": replace(OMNIKV, residual="sample"),
+    "rocket": RocketKV(tokens=24, page=4, window=8, answer=12),
+    "shadow": ShadowKV(tokens=24, chunk=4, outliers=2, recent=8, answer=12),
     "heads": OmniKVHeads(filter_layers=(1,), tokens=24, tail=64, dense_below=0),
     "pod": PodUntrained(blocks=(0, 2), first=4, recent=64, forget=False),
 }
