@@ -45,7 +45,7 @@ METHODS = {
     "kascade": Kascade(tokens=24, anchors=(0, 2)),
     "residual": replace(OMNIKV, residual="sample"),
     "rocket": RocketKV(tokens=24, page=4, window=8, answer=12),
-    "shadow": ShadowKV(tokens=24, chunk=4, outliers=2, recent=8, answer=12),
+    "shadow": ShadowKV(tokens=24, chunk=4, outliers=2, recent=8, answer=12, dense_layers=1),
     "heads": OmniKVHeads(filter_layers=(1,), tokens=24, tail=64, dense_below=0),
     "pod": PodUntrained(blocks=(0, 2), first=4, recent=64, forget=False),
 }

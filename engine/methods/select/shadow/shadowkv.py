@@ -331,6 +331,14 @@ class ShadowRuntime(Selecting):
             scores[:, : chunks[b]] = reduced(shares, self.method.gqa_reduce)
             scores.scatter_(1, out, lowest)
 
+    def attend_kept(
+        self, layer: int, q: torch.Tensor, step: Step, tail_start: torch.Tensor
+    ) -> torch.Tensor:
+        """A layer that has no index reads everything."""
+        if self.plan.group_of[layer] is None:
+            return self.attend_dense(layer, q, step)
+        return super().attend_kept(layer, q, step, tail_start)
+
     def attend_selection(
         self, layer: int, q: torch.Tensor, step: Step, chosen: Selection
     ) -> torch.Tensor:
