@@ -48,7 +48,7 @@ class MassMeter:
         """Attend as the inner runtime; a SPARSE layer leaves its mass behind."""
         out = self.inner.attend(layer, q, step)
         if self.inner.setup.plan.roles[layer] is Role.SPARSE:
-            n, start = int(step.visible[0]), int(self.inner.tail_start(step)[0])
+            n, start = step.lengths[0], int(self.inner.tail_start(step)[0])
             weights = self._weights(layer, q, step, n)
             self.mass[layer] = self.kept(self.inner.chosen_rows(layer), weights, start)
             drawn = self.inner.drawn_rows(layer)

@@ -214,8 +214,10 @@ def test_an_oracle_has_the_layers_the_rows_and_the_lists_of_what_it_bounds(llm):
         (rows, layers, kept, most), oracle = read[name], read[REGISTRY[name].oracle]
         assert oracle[1] == layers and len(layers) > 0
         method = found[name].method
-        # whole pages, and tokens that wait beside the budget until they are clustered
-        page, waiting = getattr(method, "page", 0), getattr(method, "segment", 0)
+        # whole pages or chunks, and tokens beside the budget, which wait until they are clustered
+        # or are exact
+        page = getattr(method, "page", getattr(method, "chunk", 0))
+        waiting = getattr(method, "segment", getattr(method, "answer", 0))
         if name in FEWER:
             assert all(1 < rows[at] <= oracle[0][at] for at in layers), name
         else:

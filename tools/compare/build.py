@@ -454,8 +454,8 @@ def rocketkv(facts: Facts, share: float) -> RocketKV:
     exact = max(1, facts.capacity // 64)
     window, answer = min(RocketKV.window, exact), min(RocketKV.answer, exact)
     page = min(RocketKV.page, max(1, facts.capacity // 128))
-    tokens = max(page, round(share * facts.capacity) - max(window, answer))
-    return RocketKV(tokens=tokens, window=window, page=page, answer=answer)
+    chosen = max(page, share * facts.capacity - max(window, answer)) / facts.capacity
+    return RocketKV(share=chosen, window=window, page=page, answer=answer)
 
 
 def shadowkv(facts: Facts, share: float) -> ShadowKV:
@@ -465,9 +465,9 @@ def shadowkv(facts: Facts, share: float) -> ShadowKV:
     exact = min(ShadowKV.answer, max(ShadowKV.chunk, facts.capacity // 64))
     outliers = min(ShadowKV.outliers, facts.capacity // 64 // ShadowKV.chunk)
     beside = exact + outliers * ShadowKV.chunk
-    tokens = max(ShadowKV.chunk, round(share * facts.capacity) - beside)
+    chosen = max(ShadowKV.chunk, share * facts.capacity - beside) / facts.capacity
     recent = min(ShadowKV.recent, exact)
-    return ShadowKV(tokens=tokens, outliers=outliers, recent=recent, answer=exact)
+    return ShadowKV(share=chosen, outliers=outliers, recent=recent, answer=exact)
 
 
 def magicpig(facts: Facts, share: float) -> MagicPIG:

@@ -24,8 +24,11 @@ def before_rotation(k: torch.Tensor, first: int, rotary: Rotary, layer: int) -> 
 
 
 def leading(gram: torch.Tensor, rank: int) -> torch.Tensor:
-    """The `rank` leading eigenvectors of gram [W, W] float32, orthonormal rows [rank, W]."""
-    return torch.linalg.eigh(gram).eigenvectors[:, -rank:].flip(1).mT.contiguous()
+    """The `rank` leading eigenvectors of gram [W, W] float32, orthonormal rows [rank, W] float32.
+
+    In float64: LAPACK's float32 has given NaN for a finite matrix of few directions.
+    """
+    return torch.linalg.eigh(gram.double()).eigenvectors[:, -rank:].flip(1).mT.float()
 
 
 def rebuilt(

@@ -160,7 +160,7 @@ class ShadowKV(Budgeted):
     def prompt_bytes(self, config: ModelConfig, capacity: int, chunk: int, itemsize: int) -> int:
         """A block of K in float32, turned back, and the Gram matrix with its eigenvectors."""
         width = config.num_kv_heads * config.head_dim
-        return 4 * width * (8 * min(AT_ONCE, capacity) + 4 * width)
+        return 4 * width * (8 * min(AT_ONCE, capacity) + 9 * width)
 
     def prompt_rows(
         self,
