@@ -5,6 +5,8 @@ follow each other in what was kept, a channel of another head, an exact token th
 choice that does not follow the session back, onto a file or into a fork.
 """
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from engine.base.errors import SettingError
 from engine.methods.full import Full
 from engine.methods.select.quest import Quest
+from engine.methods.select.rocket import rocketkv
 from engine.methods.select.rocket.rocketkv import RocketKV
 from engine.plan.placement import part_bytes
 from tests.builders import GROUPS, World, random_ids, tiny_config, tiny_llm, tiny_weights
@@ -117,7 +120,7 @@ def test_a_prompts_end_keeps_what_the_window_looks_at(shape, n, how, seed):
     assert world.runtime.stayed[world.plan.group_of[3], 0, :, :count].tolist() == expected
 
 
-@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize(("backend", "at_once"), [("reference", 4096), ("auto", 8)])
 @given(
     st.sampled_from(GROUPS),
     st.tuples(LENGTHS, LENGTHS),
@@ -132,7 +135,9 @@ def test_a_prompts_end_keeps_what_the_window_looks_at(shape, n, how, seed):
     st.integers(0, 99),
 )
 @settings(max_examples=10, derandomize=True, deadline=None)
-def test_a_step_reads_the_best_pages_of_what_was_kept(backend, shape, lengths, how, end, seed):
+def test_a_step_reads_the_best_pages_of_what_was_kept(
+    backend, at_once, shape, lengths, how, end, seed
+):
     """A ragged batch of which some read everything; rows that are not read are NaN once they are in
     the pages.
     """
@@ -157,7 +162,8 @@ def test_a_step_reads_the_best_pages_of_what_was_kept(backend, shape, lengths, h
         chosen, gap = second_stage(q[b, 0], k[b, :, :n], every, method, channels, tail)
         found.append(([own + [*range(tail, n)] for own in chosen], gap, tail))
     assume(min(gap for _, gap, _ in found) > NEAR)
-    runtime.learn(group, 3, world.bank, list(lengths))
+    with patch.object(rocketkv, "AT_ONCE", at_once):
+        runtime.learn(group, 3, world.bank, list(lengths))
     for b, (rows, _, _) in enumerate(found):
         for head, own in enumerate(rows):
             unread = sorted({*range(131)} - {*own})

@@ -6,7 +6,7 @@ chunk, an outlier that competes or that is read in the bank, an exact token whos
 index that does not follow the bank, K that comes over the link.
 """
 
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ SETTINGS = (
 )
 
 
-@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize(("backend", "at_once"), [("reference", 1024), ("auto", 16)])
 @given(
     st.sampled_from(GROUPS),
     st.tuples(LENGTHS, LENGTHS),
@@ -104,9 +104,9 @@ SETTINGS = (
     st.integers(0, 99),
 )
 @settings(max_examples=10, derandomize=True, deadline=None)
-def test_a_step_reads_what_the_paper_says(backend, shape, lengths, end, how, budget, seed):
+def test_a_step_reads_what_the_paper_says(backend, at_once, shape, lengths, end, how, budget, seed):
     """A ragged batch of which some read everything; rows of the bank that are not read, outliers
-    among them, are NaN once they are in the index.
+    among them, are NaN once they are in the index, which is made in one part or in several.
     """
     method = ShadowKV(tokens=budget, **how)
     world = World(method, shape, 131, batch=2, backend=backend, seed=seed)
@@ -120,7 +120,8 @@ def test_a_step_reads_what_the_paper_says(backend, shape, lengths, end, how, bud
     runtime, group = world.runtime, world.plan.group_of[3]
     runtime.end_prompt(end)
     runtime.k = method.budget(0)
-    runtime.learn(group, 3, world.bank, list(lengths))
+    with patch.object(shadowkv, "AT_ONCE", at_once):
+        runtime.learn(group, 3, world.bank, list(lengths))
     sparse = any(chosen for chosen, *_ in found)
     for b, (chosen, _, _, _, tail) in enumerate(found):
         for head, own in enumerate(chosen or ()):
@@ -226,7 +227,7 @@ def test_an_index_follows_the_bank_wherever_it_goes(moves, seed):
         before = n
 
 
-def test_an_interrupted_index_is_made_anew(monkeypatch):
+def test_an_interrupted_index_is_made_anew():
     """Ctrl-C at a later prompt's end, behind the basis: the prompt before has its own again."""
     method = ShadowKV(tokens=8, rank=9, chunk=4, outliers=2, recent=3, answer=7)
     world = World(method, (4, 2), 130)
@@ -235,8 +236,8 @@ def test_an_interrupted_index_is_made_anew(monkeypatch):
     world.runtime.learn(1, 3, world.bank, [60])
     held = world.runtime.coefficients[1, 0, :56].clone()
     world.runtime.ends = [120]
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shadowkv, "furthest", Mock(side_effect=KeyboardInterrupt))
+    stop = Mock(side_effect=KeyboardInterrupt)
+    with patch.object(shadowkv, "furthest", stop), pytest.raises(KeyboardInterrupt):
         world.runtime.learn(1, 3, world.bank, [120])
     assert not torch.equal(world.runtime.coefficients[1, 0, :56], held)
     world.runtime.ends = [60]

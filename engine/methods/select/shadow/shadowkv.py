@@ -239,6 +239,8 @@ class ShadowRuntime(Selecting):
         for b, n in enumerate(lengths):
             base, stop = self.method.spans(self.ends[b], n)
             made, known = self._known[group][b]
+            if not base:
+                continue
             if made != base:
                 known = self._make(group, layer, bank, b, base)
             for first in range(known, stop, self._at_once):
@@ -263,7 +265,7 @@ class ShadowRuntime(Selecting):
         worst: list[Outliers] = []
         for first, k, v in bank.blocks(*span):
             cosines = self.absorb(group, layer, b, first, k[b])
-            numbers = torch.arange(first // chunk, first // chunk + cosines.shape[1]).to(k.device)
+            numbers = torch.arange(cosines.shape[1], device=k.device) + first // chunk
             rows_k, rows_v = (
                 part.unflatten(1, (-1, chunk))
                 for part in (unpack_keys(k[b], self.setup.dtype), unpack(v[b], self.setup.dtype))
