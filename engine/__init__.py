@@ -45,6 +45,7 @@ _HOMES = {
     "SnapKV": "engine.methods.evict.snapkv",
     "SnapKVPlus": "engine.methods.evict.snapkv_plus",
     "SparQ": "engine.methods.select.index.sparq",
+    "A2ATS": "engine.methods.select.taught.a2ats",
     "InfiniGen": "engine.methods.select.varying.infinigen",
     "MagicPIG": "engine.methods.select.varying.magicpig",
     "StreamingLLM": "engine.methods.evict.streaming_llm",

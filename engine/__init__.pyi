@@ -54,6 +54,7 @@ from engine.methods.select.pod import PodUntrained as PodUntrained
 from engine.methods.select.quest import Quest as Quest
 from engine.methods.select.rocket.rocketkv import RocketKV as RocketKV
 from engine.methods.select.shadow.shadowkv import ShadowKV as ShadowKV
+from engine.methods.select.taught.a2ats import A2ATS as A2ATS
 from engine.methods.select.tidaldecode import TidalDecode as TidalDecode
 from engine.methods.select.varying.infinigen import InfiniGen as InfiniGen
 from engine.methods.select.varying.magicpig import MagicPIG as MagicPIG

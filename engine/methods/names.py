@@ -3,6 +3,7 @@ their classes (tests/engine/serve/test_flags.py holds the two together).
 """
 
 NAMES = (
+    "a2ats",
     "a2sf",
     "ada_pyramid",
     "ada_snapkv",

@@ -35,6 +35,7 @@ from engine.methods.select.infllm import InfLLM
 from engine.methods.select.pod import PodUntrained
 from engine.methods.select.rocket.rocketkv import RocketKV
 from engine.methods.select.shadow.shadowkv import ShadowKV
+from engine.methods.select.taught.a2ats import A2ATS
 from engine.methods.select.varying.magicpig import MagicPIG
 from engine.methods.select.wave.retroinfer import RetroInfer
 from tools.calibrate.pod_groups import read_blocks
@@ -468,6 +469,10 @@ def shadowkv(facts: Facts, share: float) -> ShadowKV:
     chosen = max(ShadowKV.chunk, share * facts.capacity - beside) / facts.capacity
     recent = min(ShadowKV.recent, exact)
     return ShadowKV(share=chosen, outliers=outliers, recent=recent, answer=exact)
+def a2ats(facts: Facts, share: float) -> A2ATS:
+    """Build A2ATS with a codebook of the first half of the text, 2,048 tokens at most."""
+    train = min(A2ATS.train, max(32, facts.capacity // 2))
+    return A2ATS(share=share, train=train, bits=A2ATS.bits if train >= 512 else 5)
 
 
 def magicpig(facts: Facts, share: float) -> MagicPIG:

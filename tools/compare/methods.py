@@ -62,6 +62,7 @@ from tools.compare.at_read import at_read
 from tools.compare.build import (
     Entry,
     Facts,
+    a2ats,
     bound,
     clusterkv,
     double_sparsity,
@@ -403,6 +404,12 @@ REGISTRY: dict[str, Entry] = {
         keeps_all,
         group="others",
     ),
+    "a2ats": Entry(
+        "A2ATS, by codes of keys without their positions",
+        a2ats,
+        keeps_all,
+        group="others",
+    ),
     "infinigen": Entry(
         "InfiniGen, what the layer before says by 30% of skewed columns, the budget at most",
         lambda facts, share: InfiniGen(share=share),
@@ -543,6 +550,7 @@ CHOOSING = {
     "clusterkv": ("kv_head", "clusterkv"),
     "retroinfer": ("kv_head", "retroinfer"),
     "pqcache": ("kv_head", "pqcache"),
+    "a2ats": ("kv_head", "a2ats"),
     "infinigen": ("kv_head", "infinigen"),
     "magicpig": ("kv_head", "magicpig"),
     "delta": ("layer", "delta"),

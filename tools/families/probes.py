@@ -40,6 +40,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "pod_untrained": {},
     "pqcache": {"tokens": EVERYTHING, "train": 64},
     "retroinfer": {"tokens": EVERYTHING, "segment": 64, "per": 8},
+    "a2ats": {"tokens": EVERYTHING, "train": 256},
     "infinigen": {"tokens": EVERYTHING, "alpha": float("inf")},
     "magicpig": {"recent": EVERYTHING},
     "h2o_plus": {"tokens": EVERYTHING, "segment": EVERYTHING},

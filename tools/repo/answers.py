@@ -65,6 +65,7 @@ SETTINGS = {
     ],
     "retroinfer": [dict(tokens=64, segment=64, per=8), dict(share=0.2, segment=100, per=10)],
     "sparq": [dict(tokens=64, r=16), dict(share=0.1, mean=False, gqa_reduce="max")],
+    "a2ats": [dict(tokens=64, bits=5, train=100, window=16, distance=500)],
     "infinigen": [dict(tokens=64, alpha=2.0), dict(share=0.2, columns=4, gqa_reduce="mean")],
     "magicpig": [dict(tokens=128, bits=6, tables=40, recent=16, train=100)],
     "tidaldecode": [dict(tokens=64), dict(share=0.1, gqa_reduce="max", correction_layer=5)],

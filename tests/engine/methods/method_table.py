@@ -75,6 +75,7 @@ from engine.methods.select.pod import PodUntrained
 from engine.methods.select.quest import Quest
 from engine.methods.select.rocket.rocketkv import RocketKV
 from engine.methods.select.shadow.shadowkv import ShadowKV
+from engine.methods.select.taught.a2ats import A2ATS
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.methods.select.varying.infinigen import InfiniGen
 from engine.methods.select.varying.magicpig import MagicPIG
@@ -713,6 +714,16 @@ ROWS = (
         (
             SparQ(tokens=40, r=8),
             SparQ(share=0.2, r=8, gqa_reduce="max", dense_layers=2, mean=False),
+        ),
+        rows_by_head,
+        selects=True,
+    ),
+    Row(
+        "a2ats",
+        A2ATS(tokens=CAPACITY),
+        (
+            A2ATS(tokens=60, bits=5, train=90, rounds=2, window=10, distance=100),
+            A2ATS(share=0.3, bits=4, train=64, rounds=2, window=40, sink=0, dense_layers=2),
         ),
         rows_by_head,
         selects=True,

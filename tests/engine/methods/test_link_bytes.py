@@ -8,6 +8,7 @@ rows of a ring counted as if they had come over the link; a plan that promises l
 import pytest
 
 from engine import (
+    A2ATS,
     ClusterKV,
     Delta,
     DoubleSparsity,
@@ -59,6 +60,7 @@ CHOOSING = [
     OmniKVHeads(**SPARSE),
     PQCache(tokens=40, sink=4, bits=5, train=90, rounds=2),
     SparQ(tokens=80, r=4),
+    A2ATS(tokens=60, bits=5, train=90, rounds=2, window=10),
     InfiniGen(tokens=60, columns=4, alpha=0.5),
     InfiniGen(share=0.1, columns=8, alpha=float("inf"), gqa_reduce="mean", dense_layers=3),
     MagicPIG(tokens=150, bits=5, tables=12, sink=3, recent=17, train=60, middle=False),

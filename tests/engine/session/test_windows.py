@@ -42,6 +42,7 @@ from engine.methods.select.pod import PodUntrained
 from engine.methods.select.quest import Quest
 from engine.methods.select.rocket.rocketkv import RocketKV
 from engine.methods.select.shadow.shadowkv import ShadowKV
+from engine.methods.select.taught.a2ats import A2ATS
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.methods.select.varying.infinigen import InfiniGen
 from engine.methods.select.varying.magicpig import MagicPIG
@@ -253,6 +254,7 @@ OTHERS = {
     "rocketkv": RocketKV(tokens=64, page=8, answer=32),
     "shadowkv": ShadowKV(tokens=64, outliers=4, answer=32),
     "sparq": SparQ(tokens=64),
+    "a2ats": A2ATS(tokens=60, bits=4, train=80, rounds=2, window=10),
     "infinigen": InfiniGen(tokens=40, columns=4),
     "magicpig": MagicPIG(tokens=120, bits=4, tables=12, recent=16, train=60, middle=False),
     "tidaldecode": TidalDecode(tokens=40, select_layer=0),

@@ -121,13 +121,21 @@ class PQCacheRuntime(IndexRuntime):
     def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         method, start = self.method, max(first, self.method.sink)
         centroids = self.centroids[group, b].flatten(0, 1)  # [Hkv * parts, C, D / parts]
-        keys = key_floats(k[:, start - first :])
+        keys = self.coded(group, key_floats(k[:, start - first :]), start)
         pieces = keys.unflatten(2, (method.parts, -1)).transpose(1, 2).flatten(0, 1)
         if start < method.ready:
             given = pieces[:, : method.train], 2**method.bits, method.rounds
             centroids.copy_(cluster(*given, cosine=False)[1])
         codes = self.codes[group, b, :, :, start : first + k.shape[1]]
         codes.copy_(nearest(pieces, centroids, cosine=False).view(codes.shape))
+
+    def coded(self, group: int, keys: torch.Tensor, first: int) -> torch.Tensor:
+        """What is coded of keys float32 [Hkv, n, D] at positions from `first` on."""
+        return keys
+
+    def asked(self, group: int, q: torch.Tensor, n: int) -> torch.Tensor:
+        """What meets codes of the newest of n tokens' queries [H, D]: float32 [Hkv, G, D]."""
+        return grouped(q, self.codes.shape[2])
 
     def score(self, group: int, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         method, heads = self.method, self.codes.shape[2]
@@ -139,7 +147,7 @@ class PQCacheRuntime(IndexRuntime):
         for b, n in enumerate(lengths):
             if n < method.ready:
                 continue
-            asked = grouped(q[b], heads).unflatten(2, (method.parts, -1)).transpose(1, 2)
+            asked = self.asked(group, q[b], n).unflatten(2, (method.parts, -1)).transpose(1, 2)
             table = asked @ self.centroids[group, b].mT * self.scale  # [Hkv, parts, G, C]
             between = slice(method.sink, max(method.sink, n - method.newest(self.k)))
             codes, found = self.codes[group, b, :, :, between], weights[b, :, :, between]

@@ -35,6 +35,7 @@ from engine.methods.select.index.base import (
     reduced,
     within_head_dim,
 )
+from engine.methods.select.taught.learnt import Learnt
 from engine.methods.select.varying.base import VaryingRuntime
 from engine.methods.select.varying.skew import skewed
 from engine.model.config.config import ModelConfig
@@ -125,35 +126,21 @@ class InfiniGenRuntime(VaryingRuntime):
 
     def __init__(self, method: InfiniGen, setup: Setup):
         super().__init__(method, setup)
-        self._learnt = False  # whether the skew is there
+        self.learnt = Learnt(setup, self.plan, self.skew, "skew", skewed)
         self._foreseen: dict[int, tuple[Step, Selection]] = {}  # by group
 
     # ---------------------------------------------------------------- learning
 
     def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
         super().begin_prompt(start, stop, more)
-        self._learn_skew()
-
-    def _learn_skew(self) -> None:
-        """Before a chunk takes memory, or, where rows were read under another method, by the first
-        step.
-        """
-        if self._learnt or not self.plan.groups:
-            return
-        assert self.setup.sample is not None, "a model to learn from"
-        found = self.setup.sample("skew", skewed)
-        for group, own in enumerate(self.plan.groups):
-            self.skew[group] = found[own.filter_layer][..., : self.skew.shape[-1]]
-        self._learnt = True
+        self.learnt.ready()
 
     def copy_from(self, other: InfiniGenRuntime, sequence: int = 0) -> None:
         super().copy_from(other, sequence)
-        if other._learnt:
-            self.skew.copy_(other.skew)
-            self._learnt = True
+        self.learnt.take(other.learnt)
 
     def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._learn_skew()
+        self.learnt.ready()
         self.held[group, b, :, first : first + k.shape[1]] = key_floats(k) @ self.skew[group]
 
     # ---------------------------------------------------------------- a step

@@ -1,0 +1,1 @@
+"""What a sample that the model reads teaches a choice, and methods that differ in nothing else."""

@@ -1,0 +1,163 @@
+"""A2ATS: far keys as codes of one codebook per head, without their positions, by the error that
+queries would see.
+
+Source: He et al., A2ATS, Findings of ACL 2025, its abstract and as others quote it; its code is not
+public. Beyond a window, positions are taken to be one distance apart (windowed rotary position
+embedding), so that a key is coded without its rotation and the query is turned by that distance.
+Codes are nearest in the error of logits, E (q k - q c)^2 = (k - c) H (k - c) with H = E q q: with H
+= L L, k-means runs on k L. The k tokens whose codes say most are read, from host memory where they
+lie there, beside the window.
+
+Not published, and so settings: the window, the distance, the size of the codebook. H is learnt of
+256 random tokens when a model reads its first prompt under this method. The codebook is of the
+first `train` tokens of the text, as PQCache's here, not of a calibration text, and everything is
+read until there are so many. What is read is attended to at its true distance. Scores over a group
+are the sums of its heads' weights. A K/V head has one H and one codebook. Layer 0 is dense by
+default: without their positions its keys are as many as there are different tokens, and codes of
+equal keys are chance. Prompts are read densely.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from engine.base.checks import integer
+from engine.base.errors import SettingError
+from engine.methods.base import Runtime, Setup
+from engine.methods.select.base import Buffer
+from engine.methods.select.index.base import AT_ONCE, grouped, reduced
+from engine.methods.select.index.pqcache import PQCache, PQCacheRuntime
+from engine.methods.select.taught.learnt import Learnt
+from engine.model.config.config import ModelConfig
+from engine.model.rope import Rotary
+from engine.plan.layers import LayerPlan
+
+DAMPED = 1e-3  # of H's mean diagonal, added to it: a sample may not span all of a head
+
+
+@dataclass(frozen=True)
+class A2ATS(PQCache):
+    """Budget as Budgeted's, the first tokens and the window included. window: newest tokens, always
+    read. distance: at which far keys are taken to be. sink, bits, train, rounds, dense_layers,
+    gqa_reduce: as PQCache's; parts: 1.
+    """
+
+    full_prompts = True
+
+    sink: int = 4
+    parts: int = 1
+    bits: int = 8
+    dense_layers: int = 1
+    window: int = 64
+    distance: int = 2048
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        integer("parts", self.parts, 1, 1)
+        integer("window", self.window, 1)
+        integer("distance", self.distance, 0)
+
+    def budget(self, length: int) -> int:
+        """The first tokens, the window, and one more at least."""
+        return max(self.sink + self.window + 1, super().budget(length))
+
+    def newest(self, budget: int) -> int:
+        return self.window
+
+    def plan(self, config: ModelConfig) -> LayerPlan:
+        """Raises SettingError where keys cannot be turned back."""
+        if len(set(config.layer_ropes)) > 1 or config.rope.kind == "dynamic":
+            raise SettingError(
+                f"a2ats: turns keys back by one rotary embedding of all layers, which this model "
+                f"({config.family}) has not; use pqcache"
+            )
+        return super().plan(config)
+
+    def buffers(
+        self, plan: LayerPlan, config: ModelConfig, capacity: int, batch: int = 1
+    ) -> dict[str, Buffer]:
+        """And the factors of H, and what undoes them."""
+        shape = len(plan.sparse_layers), config.num_kv_heads, config.head_dim, config.head_dim
+        found = super().buffers(plan, config, capacity, batch)
+        del found["weights"]  # of every token: here of every code
+        return found | {"factors": Buffer(shape, torch.float32)}
+
+    def runtime(self, setup: Setup) -> Runtime:
+        return A2ATSRuntime(self, setup)
+
+
+class A2ATSRuntime(PQCacheRuntime):
+    """No CUDA graph: the host knows which rows are new."""
+
+    method: A2ATS
+    factors: torch.Tensor
+
+    def __init__(self, method: A2ATS, setup: Setup):
+        super().__init__(method, setup)
+        self.rotary = Rotary(setup.config, setup.device)
+        name = f"a2ats at {method.distance}"
+        self.learnt = Learnt(setup, self.plan, self.factors, name, self._factor)
+
+    def _factor(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """L of a layer's H, lower triangular: float32 [Hkv, D, D], on the CPU."""
+        places = torch.arange(len(q), device=q.device)
+        far = self.rotary.rotate_by(q.float(), self.method.distance - places)
+        rows = far.double().cpu().unflatten(1, (len(k), -1)).transpose(0, 1).flatten(1, 2)
+        moments = rows.mT @ rows / rows.shape[1]
+        mean = moments.diagonal(dim1=1, dim2=2).mean(1)
+        eye = torch.eye(moments.shape[1], dtype=moments.dtype)
+        damped = moments + (DAMPED * mean + 1e-12)[:, None, None] * eye
+        return torch.linalg.cholesky(damped).float()
+
+    def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
+        super().begin_prompt(start, stop, more)
+        self.learnt.ready()
+
+    def copy_from(self, other: A2ATSRuntime, sequence: int = 0) -> None:
+        super().copy_from(other, sequence)
+        self.learnt.take(other.learnt)
+
+    def coded(self, group: int, keys: torch.Tensor, first: int) -> torch.Tensor:
+        """Keys without their rotation, by the factor of H."""
+        self.learnt.ready()
+        places = torch.arange(first, first + keys.shape[1], device=keys.device)
+        return (
+            self.rotary.rotate_by(keys.transpose(0, 1), -places).transpose(0, 1)
+            @ (self.factors[group])
+        )
+
+    def score(self, group: int, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """What a token's code weighs among those of all tokens between the first and the window: to
+        the bit the same for one code, of which the oldest then go first.
+        """
+        method, heads = self.method, self.codes.shape[2]
+        scores = self.scores.view(len(q), heads, -1)
+        scores[:, :, : method.sink] = float("inf")
+        for b, n in enumerate(lengths):
+            last = max(method.sink, n - method.window)
+            if n < method.ready or last == method.sink:
+                continue
+            bounds = [*range(method.sink, last, AT_ONCE), last]
+            parts = [slice(*pair) for pair in zip(bounds, bounds[1:])]
+            codes, centroids = self.codes[group, b, :, 0], self.centroids[group, b, :, 0]
+            often = torch.zeros_like(centroids[:, :, 0])
+            for part in parts:
+                some = codes[:, part].long()
+                often.scatter_add_(1, some, torch.ones_like(some, dtype=often.dtype))
+            logits = self.asked(group, q[b], n) @ centroids.mT * self.scale  # [Hkv, G, C]
+            logits = logits.masked_fill(often.unsqueeze(1) == 0, -math.inf)
+            shares = (logits - logits.amax(-1, keepdim=True)).exp()
+            shares = shares / (shares * often.unsqueeze(1)).sum(-1, keepdim=True)
+            shares = reduced(shares, method.gqa_reduce)
+            for part in parts:
+                scores[b, :, part] = shares.gather(1, codes[:, part].long())
+        return self.scores
+
+    def asked(self, group: int, q: torch.Tensor, n: int) -> torch.Tensor:
+        """Queries as if keys were `distance` away, with the factor undone."""
+        by = torch.tensor([self.method.distance - (n - 1)], device=q.device)
+        far = grouped(self.rotary.rotate_by(q.float()[None], by)[0], self.codes.shape[2])
+        return torch.linalg.solve_triangular(self.factors[group], far.mT, upper=False).mT
