@@ -209,14 +209,13 @@ class RetroInferRuntime(ClusterKVRuntime):
         each = torch.arange(heads, device=q.device).unsqueeze(1)
         read = torch.zeros(places.shape, device=q.device)
         read[:, : len(entry)].masked_fill_(~mine, NOTHING)
-        flat = []
-        for held, means, packs in (
-            (k, self.centroids, stored_keys),
-            (v, self.values, stored),
-        ):
-            own = packs(means[group, b][each, estimated.long()].to(q.dtype), held)
-            taken = as_bytes(held)[each, places]
-            flat.append(torch.cat([as_bytes(own), taken], 1).flatten(0, 1).view(held.dtype))
+        chosen = estimated.long()
+        mean_k = stored_keys(self.centroids[group, b][each, chosen].to(q.dtype), k)
+        mean_v = stored(self.values[group, b][each, chosen].to(q.dtype), v)
+        rows_k, rows_v = (
+            torch.cat([as_bytes(mean), as_bytes(held)[each, places]], 1).view(held.dtype)
+            for mean, held in ((mean_k, k), (mean_v, v))
+        )
         width = estimated.shape[1] + places.shape[1]
         starts = torch.arange(heads, device=q.device) * width
         lengths = torch.full_like(starts, width)
@@ -224,6 +223,7 @@ class RetroInferRuntime(ClusterKVRuntime):
         # the session's serves as many rows as its bank has
         scratch = self.setup.scratch if width <= self.setup.capacity else None
         given = self.scale, scratch, self.setup.backend, weights
+        flat = rows_k.flatten(0, 1), rows_v.flatten(0, 1)
         return decode_ragged(q, *flat, starts, lengths, width, *given)
 
     # ---------------------------------------------------------------- what a step read
