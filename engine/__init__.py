@@ -70,6 +70,7 @@ _HOMES = {
     "PodUntrained": "engine.methods.select.pod",
     "Quest": "engine.methods.select.quest",
     "QuoKA": "engine.methods.prompts.quoka",
+    "XAttention": "engine.methods.prompts.xattention",
     "TidalDecode": "engine.methods.select.tidaldecode",
     "RetroInfer": "engine.methods.select.wave.retroinfer",
     "WindowRecompute": "engine.methods.window_recompute",

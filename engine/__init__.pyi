@@ -38,6 +38,7 @@ from engine.methods.oracle.topk import OracleTopK as OracleTopK
 from engine.methods.oracle.topp import OracleTopP as OracleTopP
 from engine.methods.prompts.kascade_tiles import KascadeTiles as KascadeTiles
 from engine.methods.prompts.quoka import QuoKA as QuoKA
+from engine.methods.prompts.xattention import XAttention as XAttention
 from engine.methods.select.across.delta import Delta as Delta
 from engine.methods.select.across.hshare import HShare as HShare
 from engine.methods.select.across.kascade import Kascade as Kascade

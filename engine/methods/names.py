@@ -64,5 +64,6 @@ NAMES = (
     "vase",
     "window",
     "window_recompute",
+    "xattention",
     "zigzagkv",
 )

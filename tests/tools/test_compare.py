@@ -612,8 +612,8 @@ def apart(llm, paper, variant, capacity):
 
 
 def test_the_head_of_a_document_is_read_once_where_its_end_goes_with_the_question(tiny):
-    """H2O+, SnapKV+, SirLLM, Scissorhands, OmniKV-prefill, QuoKA: the tokens, rows and reading
-    times of a session that reads both together.
+    """H2O+, SnapKV+, SirLLM, Scissorhands, OmniKV-prefill, QuoKA, XAttention: the tokens, rows and
+    reading times of a session that reads both together.
     """
     llm = LLM(str(tiny), dtype="float32", threads=1, method=Full(), chunk=64)
     found = [

@@ -25,6 +25,7 @@ from engine.methods.oracle.topk import OracleTopK
 from engine.methods.prompts.kascade_tiles import KascadeTiles
 from engine.methods.prompts.quoka import QuoKA
 from engine.methods.select.across import sharing
+from engine.methods.prompts.xattention import XAttention
 from engine.methods.select.across.head_map import NAME
 from engine.methods.select.across.hshare import HShare
 from engine.methods.select.across.kascade import Kascade
@@ -246,7 +247,7 @@ def whole_chunks(llm: LLM, method: Method, length: int) -> int:
     return max(0, length - (needs.final_call or 0)) // llm.chunk * llm.chunk
 
 
-def whole_blocks(llm: LLM, method: QuoKA, length: int) -> int:
+def whole_blocks(llm: LLM, method: QuoKA | XAttention, length: int) -> int:
     """Tokens of the whole chunks that are whole blocks too: cut there, no block chooses twice."""
     both = math.lcm(llm.chunk, method.block)
     return length // both * both

@@ -48,6 +48,7 @@ from engine import (
     VaSE,
     Window,
     WindowRecompute,
+    XAttention,
     ZigZagKV,
 )
 from engine.base.errors import SettingError, UsageError
@@ -251,6 +252,15 @@ REGISTRY: dict[str, Entry] = {
         "QuoKA, prompts by the keys that each chunk's least ordinary queries point at",
         lambda facts, share: QuoKA(share=share),
         keeps_all,
+        reads="own",
+        head=whole_blocks,
+        sparse=False,
+    ),
+    "xattention": Entry(
+        "XAttention, prompts by the blocks whose antidiagonals hold 90% of the attention",
+        lambda facts, share: XAttention(),
+        group="others",
+        budget=False,
         reads="own",
         head=whole_blocks,
         sparse=False,

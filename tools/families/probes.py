@@ -37,6 +37,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "infllm": {"local": EVERYTHING},
     "minference": {},
     "quoka": {"tokens": EVERYTHING, "block": 16},
+    "xattention": {"threshold": 1.0},
     "pod_untrained": {},
     "pqcache": {"tokens": EVERYTHING, "train": 64},
     "retroinfer": {"tokens": EVERYTHING, "segment": 64, "per": 8},

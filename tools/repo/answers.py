@@ -85,6 +85,7 @@ SETTINGS = {
     "less_is_more": [dict(tokens=64), dict(share=0.1, layers=(1, 3), recent=0.0)],
     "minference": [{}],
     "quoka": [dict(tokens=64, queries=4, block=32)],
+    "xattention": [dict(threshold=0.6, stride=8, block=32)],
     "duo": [dict(gates=((0.9, 0.1), (0.2, 0.8)) * 4, sinks=16, recent=64)],
     "fastgen": [dict(eps=0.3, special=(0, 1, 2), punctuation=(3, 4, 5), every=16)],
     "razor": [dict(heads=(((0.9, 0.1), (0.2, 0.8)) * 4,) * 2, induction=0.5, echo=0.0, recent=64)],

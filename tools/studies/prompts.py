@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from engine import LLM, Full, MInference, OmniKV, QuoKA
+from engine import LLM, Full, MInference, OmniKV, QuoKA, XAttention
 from engine.methods.base import Method
 from engine.methods.prompts import quoka
 from engine.plan.prefill_time import PrefillFlops
@@ -32,6 +32,7 @@ from tools.fidelity.stats import Interval, over_texts
 
 NEVER = 2**40  # dense_below: every decode step reads everything
 CHANCE = "quoka by chance"
+STRIDES = (8, 16)  # XAttention's
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -48,6 +49,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scored", type=int, default=32, help="tokens scored behind each")
     parser.add_argument(
         "--shares", nargs="+", type=float, default=[0.06, 0.12, 0.25], help="of the prompt, read"
+    )
+    parser.add_argument(
+        "--thresholds",
+        nargs="+",
+        type=float,
+        default=[0.9],
+        help="parts of the attention that XAttention reads, by its estimate",
     )
     parser.add_argument("--block", type=int, default=128, help="queries that choose together")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
@@ -69,6 +77,10 @@ def entries(llm: LLM, args: argparse.Namespace) -> dict[str, Method]:
             found[f"omnikv prefill r={ratio}"] = sparse
         found[f"minference {share:.0%}"] = MInference(share=share)
         found[f"quoka {share:.0%}"] = QuoKA(tokens=tokens, block=block)
+    for threshold in args.thresholds:
+        for stride in STRIDES:
+            name = f"xattention {threshold:.0%} by {stride}"
+            found[name] = XAttention(threshold=threshold, stride=stride, block=block)
     found[CHANCE] = QuoKA(tokens=max(1, round(args.shares[-1] * capacity)), block=block)
     found["quoka, one key"] = QuoKA(tokens=1, block=block)
     return found
@@ -92,10 +104,11 @@ def read(llm: LLM, method: Method, ids: Sequence[int], scored: int) -> dict[str,
     """
     prompt, rest = list(ids[:-scored]), list(ids[-scored:])
     with llm.session(method) as session:
-        flops = session.runtime.prompt_flops(PrefillFlops.of(llm.config), 0, len(prompt))
         began = time.thread_time()
         rows = [session.prefill(prompt)]
         seconds = time.thread_time() - began
+        # afterwards: what XAttention reads depends on the text
+        flops = session.runtime.prompt_flops(PrefillFlops.of(llm.config), 0, len(prompt))
         rows += [session.decode(token) for token in rest[:-1]]
         if session.stats.sparse_steps:
             raise AssertionError(f"{method.name}: a step was not full attention")

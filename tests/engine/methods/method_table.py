@@ -59,6 +59,7 @@ from engine.methods.oracle.topk import OracleTopK
 from engine.methods.oracle.topp import OracleTopP
 from engine.methods.prompts.kascade_tiles import KascadeTiles
 from engine.methods.prompts.quoka import QuoKA
+from engine.methods.prompts.xattention import XAttention
 from engine.methods.select.across.delta import Delta
 from engine.methods.select.across.hshare import HShare
 from engine.methods.select.across.kascade import Kascade
@@ -620,6 +621,13 @@ ROWS = (
         "quoka",
         QuoKA(tokens=CAPACITY),
         (QuoKA(tokens=24, queries=4, block=40), QuoKA(share=0.2, queries=2, block=20)),
+        approximate=True,
+        chunk_defined="a block of queries ends where its chunk ends, and chooses for itself",
+    ),
+    Row(
+        "xattention",
+        XAttention(threshold=1.0),
+        (XAttention(threshold=0.3, stride=4, block=20), XAttention(0.6, stride=8, block=40)),
         approximate=True,
         chunk_defined="a block of queries ends where its chunk ends, and chooses for itself",
     ),

@@ -26,6 +26,7 @@ from engine.methods.oracle.topk import OracleTopK
 from engine.methods.oracle.topp import OracleTopP
 from engine.methods.prompts.kascade_tiles import KascadeTiles
 from engine.methods.prompts.quoka import QuoKA
+from engine.methods.prompts.xattention import XAttention
 from engine.methods.registry import methods
 from engine.methods.select.across.delta import Delta
 from engine.methods.select.across.hshare import HShare
@@ -260,6 +261,7 @@ OTHERS = {
     "tidaldecode": TidalDecode(tokens=40, select_layer=0),
     "minference": MInference(),
     "quoka": QuoKA(tokens=24, queries=4, block=32),
+    "xattention": XAttention(threshold=0.4, stride=4, block=16),
     "brutal_offload": BrutalOffload(layers=2, ahead=1),
     "omnikv_per_layer": OmniKVPerLayer(**SETTINGS),
     "omnikv_unpacked": OmniKVUnpacked(**SETTINGS),
@@ -291,7 +293,8 @@ def test_other_methods_leave_windows_alone(llm, name):
             assert [read[i] for i in CONFIG.local_layers] == [WINDOW] * len(CONFIG.local_layers)
             sparse = [i for i, r in enumerate(session.plan.roles) if r is Role.SPARSE]
             assert all(read[i] < 400 for i in sparse)
-            assert bool(sparse) == (name not in ("minference", "quoka", "brutal_offload"))
+            dense = "minference", "quoka", "xattention", "brutal_offload"
+            assert bool(sparse) == (name not in dense)
     assert torch.equal(*found) and torch.isfinite(found[0]).all()
 
 

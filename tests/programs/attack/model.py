@@ -19,7 +19,7 @@ TOLERANCE = 2e-3  # of logits that range over +-5; another selection moves them 
 FORESEES = ("scissorhands",)
 WINDOW = 64  # the most past queries that any method reads
 # rows whose steps are full attention
-DENSE_STEPS = ("full", "brutal_offload", "minference", "quoka")
+DENSE_STEPS = ("full", "brutal_offload", "minference", "quoka", "xattention")
 
 
 @cache

@@ -17,6 +17,7 @@ SAYS = {
     "bound": "bounds: told what to read",
     "control": "controls: by chance",
 }
+TICKS = (0.001, 0.01, 0.1, 1.0)  # nats
 LEAST = 3  # lines of a panel: a budget that fewer reach stays in the tables
 
 
@@ -34,7 +35,7 @@ def plot(points: Sequence[Point], length: int, path: Path) -> bool:
     from matplotlib import pyplot
 
     tallest = max(map(len, panels.values()))
-    size = 3.9 * len(panels) + 0.4, 0.27 * tallest + 1.8
+    size = 4.2 * len(panels) + 0.6, 0.27 * tallest + 1.9
     figure, axes = pyplot.subplots(1, len(panels), figsize=size, squeeze=False, sharex=True)
     for axis, (budget, some) in zip(axes.flat, panels.items()):
         _panel(axis, some, tallest)
@@ -49,10 +50,10 @@ def plot(points: Sequence[Point], length: int, path: Path) -> bool:
     if any(len(point.kl) > 1 for point in points):
         dense = dict(color="black", marker="o", markerfacecolor="white", linestyle="")
         handles.append(pyplot.Line2D([], [], label="hollow: question read densely", **dense))
-    figure.legend(
-        handles=handles, loc="upper center", ncols=len(handles), fontsize=8, frameon=False
-    )
-    figure.tight_layout(rect=(0, 0.01, 1, 0.95))
+    across = min(len(handles), 2 * len(panels))
+    figure.legend(handles=handles, loc="upper left", ncols=across, fontsize=8, frameon=False)
+    top = 1 - 0.22 * -(-len(handles) // across) / size[1]
+    figure.tight_layout(rect=(0, 0.01, 1, top))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return True
@@ -76,7 +77,9 @@ def _panel(axis, points, tallest):  # type: ignore[no-untyped-def]
                 markersize=5.5 if own else 4.5,
                 zorder=4 if own else 3,
             )
-    axis.set(xscale="log", ylim=(tallest - 0.4, -0.7))
+    axis.set(xscale="log", xlim=(0.8 * FLOOR, 6), ylim=(tallest - 0.4, -0.7))
+    axis.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS], fontsize=8)
+    axis.minorticks_off()
     axis.set_yticks(range(len(points)), [point.shown for point in points], fontsize=8)
     for label, point in zip(axis.get_yticklabels(), points):
         label.set_color(COLOURS[point.family])
