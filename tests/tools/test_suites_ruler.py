@@ -271,7 +271,7 @@ def test_controls_stand_beside_and_a_report_says_what_it_means(tmp_path, capsys)
     ]
     config = dict(settings=dict(model="m", seed=42), dtype="float32", device="cpu", hardware="h")
     page = markdown(records, config | dict(commit="c", flags="", why={"y": "no"}), ["a line"])
-    assert "| full |  | 4 | 62 [24, 90] | **62.5** |  |" in page
+    assert "| full |  | 4 | 62 [22, 91] | **62.5** |  |" in page
     assert "| **50.0** | -12.5 points [" in page and "- y: no" in page and "- a line" in page
     for wrong, line in (
         (["--tasks", "qa_1"], "task qa_1 needs a file of squad: give --squad FILE"),
