@@ -20,7 +20,7 @@ from tools.suites import cli
 from tools.suites.report import markdown
 from tools.suites.ruler import DEFAULT, TASKS, make
 from tools.suites.ruler.chains import Chains
-from tools.suites.ruler.instance import DEPTHS, inserted, prompt_ids, split_ids
+from tools.suites.ruler.instance import DEPTHS, fresh, inserted, prompt_ids, split_ids
 from tools.suites.ruler.metrics import match_all, match_part
 from tools.suites.ruler.needles import noise
 from tools.suites.ruler.sources import _folder, texts
@@ -204,6 +204,13 @@ def test_questions_have_their_documents(tokenizer, files, tmp_path):
 def test_string_matches_by_hand(answer, expected, every, part):
     assert match_all(answer, expected) == pytest.approx(every)
     assert match_part(answer, expected) == part
+
+
+def test_words_that_are_all_taken_are_an_error():
+    taken = {"a"}
+    assert fresh(taken, iter("aaab").__next__) == "b" and taken == {"a", "b"}
+    with pytest.raises(UsageError, match="found no new word after 2 different ones"):
+        fresh(taken, lambda: "a")
 
 
 def test_what_is_not_the_originals_is_said():

@@ -80,14 +80,12 @@ class FrequentWords:
 
 def _listed(rng: Random, count: int, often: int, seldom: int) -> tuple[str, list[str]]:
     """(a numbered list of `count` different words, the ASKED ones that stand there `often`)."""
-    pool = sorted({*texts().nouns, *texts().adjectives, *texts().verbs})
+    nouns, adjectives = texts().nouns, texts().adjectives
+    pool = sorted({*nouns, *adjectives, *texts().verbs})
     words = rng.sample(pool, min(count, len(pool)))
     made = set(words)
     while len(words) < count:
-        one, two = rng.choice(texts().adjectives), rng.choice(texts().nouns)
-        if f"{one} {two}" not in made:
-            made.add(f"{one} {two}")
-            words.append(f"{one} {two}")
+        words.append(fresh(made, lambda: f"{rng.choice(adjectives)} {rng.choice(nouns)}"))
     common, rest = words[:ASKED], words[ASKED:]
     listed = common * often + rest * seldom
     rng.shuffle(listed)

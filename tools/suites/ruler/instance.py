@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from engine.base.errors import UsageError
 from engine.text.tokenizer import Tokenizer
 from tools.eval.prompts import common_start
 
 Build = Callable[[Random, int], "Instance"]  # (random source, pieces of context) -> Instance
+TRIES = 1000  # to draw something new
 DEPTHS = tuple(round(100 * number / 39) for number in range(40))  # per cent, as published
 
 
@@ -76,8 +78,12 @@ def between(rng: Random, lines: Sequence[str], needles: Sequence[str]) -> list[s
 
 
 def fresh(made: set[str], draw: Callable[[], str]) -> str:
-    """Something drawn that was not made before."""
-    while (found := draw()) in made:
-        continue
-    made.add(found)
-    return found
+    """Something drawn that was not made before. Raises UsageError where nothing new comes."""
+    for _ in range(TRIES):
+        if (found := draw()) not in made:
+            made.add(found)
+            return found
+    raise UsageError(
+        f"found no new word after {len(made)} different ones: ask for a shorter length, or install "
+        "wonderwords (pip install '.[benchmarks]'), which has more"
+    )
