@@ -24,8 +24,8 @@ from engine.methods.oracle.settings import ByGranularity
 from engine.methods.oracle.topk import OracleTopK
 from engine.methods.prompts.kascade_tiles import KascadeTiles
 from engine.methods.prompts.quoka import QuoKA
-from engine.methods.select.across import sharing
 from engine.methods.prompts.xattention import XAttention
+from engine.methods.select.across import sharing
 from engine.methods.select.across.head_map import NAME
 from engine.methods.select.across.hshare import HShare
 from engine.methods.select.across.kascade import Kascade
@@ -470,6 +470,8 @@ def shadowkv(facts: Facts, share: float) -> ShadowKV:
     chosen = max(ShadowKV.chunk, share * facts.capacity - beside) / facts.capacity
     recent = min(ShadowKV.recent, exact)
     return ShadowKV(share=chosen, outliers=outliers, recent=recent, answer=exact)
+
+
 def a2ats(facts: Facts, share: float) -> A2ATS:
     """Build A2ATS with a codebook of the first half of the text, 2,048 tokens at most."""
     train = min(A2ATS.train, max(32, facts.capacity // 2))
