@@ -17,6 +17,7 @@ from engine.model.heads.latent import LatentHeads
 from engine.model.llama import Llama, pre_attention
 from engine.model.rope import Rotary
 from engine.plan.needs import MOST_WINDOW
+from kernels.native.own_pages import copied
 
 # called with the last layer's output [B, C, hidden] of every token of a chunk, and the position of
 # the first
@@ -114,10 +115,12 @@ def _opening(
 
 
 def _newest(queries: torch.Tensor, widest: int, opens: LatentHeads | None) -> torch.Tensor:
-    """The newest queries before rotation; narrower heads end in zeros that nobody reads."""
+    """A copy of the newest queries before rotation, which outlives its layer; narrower heads end in
+    zeros that nobody reads.
+    """
     newest = queries[:, -MOST_WINDOW:]
     newest = newest if opens is None else opens.absorbed(newest)
-    return F.pad(newest, (0, widest - newest.shape[-1])).clone()
+    return copied(F.pad(newest, (0, widest - newest.shape[-1])))
 
 
 def _attended(

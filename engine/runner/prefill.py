@@ -57,13 +57,13 @@ def read(
             where = history.prompt_begin(start), first, last, math.inf if more else stop
             session.origins.add(first, session.method.prompt_origins(session.plan, *where))
             logits = _read_chunk(session, ids[first - start : last - start], first, stop, every)
+            _keep_to_plan(session)
             seconds = time.perf_counter() - began
             eta.add(first, last, seconds)
             session.counters.count_prefill(last - first, seconds)
             if logits is not None:
                 end_prompt(session, start, logits[0], more, partial(tell, eta, progress, stop))
                 session.counters.count_prefill(0, time.perf_counter() - began - seconds)
-            _keep_to_plan(session)
             if progress is not None:
                 progress(eta.progress(last))
     if session.runner.model.device.type == "cpu" and len(ids) > size:

@@ -32,7 +32,7 @@ from kernels.kept.step import Turned, kept_step
 from kernels.launch.dispatch import choose
 from kernels.launch.softmax import Softmax
 from kernels.prefill.dense import prefill_dense
-from kernels.prefill.window import prefill_window_lse
+from kernels.prefill.window import BLOCK, prefill_window_lse
 from kernels.rows.forms import floats, key_floats
 from kernels.select.column_sums import tile_floats
 
@@ -252,12 +252,17 @@ class WindowedRuntime(EvictingRuntime):
         """`attend_window` of all queries q [1, C, H', D] at positions from `start` on, whose own
         rows of k, v [h, T, D] are the last and those behind the sinks a run.
         """
-        rows, past = (k[None, :, sinks:], v[None, :, sinks:]), k.shape[1] - sinks - q.shape[1]
-        given = past, window, self.scale, self.setup.backend, Softmax(softmax.cap)
-        near, lse = prefill_window_lse(q, *rows, *given)
-        at = torch.arange(start, start + q.shape[1], device=q.device)
-        sunk = k[:, :sinks], v[:, :sinks], at, sinks, window, softmax
-        return self._with_sinks(q, near[0], lse[0], *sunk)
+        out, older = torch.empty_like(q), k.shape[1] - q.shape[1]
+        for first in range(0, q.shape[1], BLOCK):
+            some = q[:, first : first + BLOCK]
+            stop = older + first + some.shape[1]
+            rows = k[None, :, sinks:stop], v[None, :, sinks:stop]
+            given = older + first - sinks, window, self.scale, self.setup.backend
+            near, lse = prefill_window_lse(some, *rows, *given, Softmax(softmax.cap))
+            at = torch.arange(start + first, start + first + some.shape[1], device=q.device)
+            sunk = k[:, :sinks], v[:, :sinks], at, sinks, window, softmax
+            out[:, first : first + BLOCK] = self._with_sinks(some, near[0], lse[0], *sunk)
+        return out
 
     def _with_sinks(
         self,
