@@ -136,8 +136,8 @@ def _first(logits: torch.Tensor, start: int, stop: int, count: int, backend: str
     equal ones the first: int64 [H, count].
     """
     best = logits.new_empty(len(logits), count, dtype=torch.int32)
-    ends = [best.new_full((len(logits),), end) for end in (start, stop, count)]
-    select_topk(logits, *ends, best, torch.empty_like(ends[0]), backend=backend)
+    first, last, most = (best.new_full((len(logits),), end) for end in (start, stop, count))
+    select_topk(logits, first, last, most, best, torch.empty_like(most), backend=backend)
     tokens = best.long()
     order = logits.gather(1, tokens).sort(dim=1, descending=True, stable=True).indices
     return tokens.gather(1, order)
