@@ -54,7 +54,9 @@ def queries_ahead(
     around it: K and V are made too, and dropped.
     """
     model, after = form.model, number + 1
-    layer = replace(model.layers[after], input_norm=model.layers[number].input_norm)
+    layer, before = model.layers[after], model.layers[number].input_norm
+    # a layer without attention may norm elsewhere
+    layer = layer if before is None else replace(layer, input_norm=before)
     half = one_by_one(pre_attention) if form.backend == "reference" else pre_attention
     found: tuple[torch.Tensor, ...] = half(layer, x, cos, sin, *model.config.sizes_of(after))
     return found[0]

@@ -69,7 +69,9 @@ class A2ATS(PQCache):
 
     def plan(self, config: ModelConfig) -> LayerPlan:
         """Raises SettingError where keys cannot be turned back."""
-        if len(set(config.layer_ropes)) > 1 or config.rope.kind == "dynamic":
+        widths = {config.heads_of(layer)[1] for layer in range(config.num_layers)}
+        alike = len(set(config.layer_ropes)) <= 1 and len(widths) == 1
+        if not alike or config.rope.kind == "dynamic":
             raise SettingError(
                 f"a2ats: turns keys back by one rotary embedding of all layers, which this model "
                 f"({config.family}) has not; use pqcache"
