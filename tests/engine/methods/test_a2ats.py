@@ -152,11 +152,10 @@ CONFIG = tiny_config(layers=4, heads=8, kv_heads=2)
 WEIGHTS = tiny_weights(CONFIG, seed=2)
 
 
-@pytest.mark.parametrize("offload", ["device", "host"])
-def test_turns_truncates_forks_and_other_methods_change_nothing(offload):
+def test_turns_truncates_forks_and_other_methods_change_nothing():
     method = A2ATS(tokens=60, bits=4, train=70, rounds=2, window=20)
     llm = tiny_llm(Full(), CONFIG, WEIGHTS, max_context=320, chunk=50)
-    with everything_happened(llm, method, away=70, offload=offload) as (one, _):
+    with everything_happened(llm, method, away=70, offload="device") as (one, _):
         assert one.runtime.rows_read(260) == [260, 60, 60, 60]
 
 

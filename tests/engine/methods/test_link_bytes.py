@@ -62,7 +62,6 @@ CHOOSING = [
     SparQ(tokens=80, r=4),
     A2ATS(tokens=60, bits=5, train=90, rounds=2, window=10),
     InfiniGen(tokens=60, columns=4, alpha=0.5),
-    InfiniGen(share=0.1, columns=8, alpha=float("inf"), gqa_reduce="mean", dense_layers=3),
     MagicPIG(tokens=150, bits=5, tables=12, sink=3, recent=17, train=60, middle=False),
     ClusterKV(tokens=40, sink=4, segment=40, per=4),
     ClusterKV(share=0.2, segment=33, per=3, gqa_reduce="sum"),
