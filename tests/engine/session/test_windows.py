@@ -257,7 +257,6 @@ OTHERS = {
     "sparq": SparQ(tokens=64),
     "a2ats": A2ATS(tokens=60, bits=4, train=80, rounds=2, window=10),
     "infinigen": InfiniGen(tokens=40, columns=4),
-    "magicpig": MagicPIG(tokens=120, bits=4, tables=12, recent=16, train=60, middle=False),
     "tidaldecode": TidalDecode(tokens=40, select_layer=0),
     "minference": MInference(),
     "quoka": QuoKA(tokens=24, queries=4, block=32),
