@@ -144,8 +144,8 @@ class KascadeTilesRuntime(KascadeRuntime):
             for n, (first, last, local, kept) in enumerate(blocks):
                 if kept:
                     tile = one[first - start : last - start]
-                    given = self.scale, self.softmax[layer]
-                    weigh(self.sums, tile, rows[:, :last], local, *given)
+                    seen, softmax = rows[:, :last], self.softmax[layer]
+                    weigh(self.sums, tile, seen, local, self.scale, softmax)
                 hi, k_ = (
                     on_device([x] * heads, torch.int32, device)
                     for x in (local if kept else 0, kept)
