@@ -198,7 +198,8 @@ def about(study: Study) -> dict[str, str]:
         "load": ", ".join(f"{value:.1f}" for value in os.getloadavg()),
         "commit": bench_header.commit(),
         "texts": f"{args.split} split; each decodes its last {args.positions} tokens"
-        + (f", and {args.answer} of full attention's answer" if args.answer else ""),
+        + (f", and {args.answer} of full attention's answer" if args.answer else "")
+        + (f"; a question of {args.question} before them" if args.question else ""),
         "filters": _filters(study),
     }
 

@@ -125,9 +125,9 @@ def lines_of(records: Sequence[Record], length: int) -> list[str]:
             "",
             f"### {budget:g}% of full attention's bytes",
             "",
-            "| method | read | KL, question sparse | KL, question dense | top-1, sparse | dense | "
-            "KL above its oracle |",
-            "|---" * 7 + "|",
+            "| method | texts | read | KL, question sparse | KL, question dense | top-1, sparse | "
+            "dense | KL above its oracle |",
+            "|---" * 8 + "|",
             *(_line(point) for point in here),
         ]
     return lines
@@ -140,6 +140,7 @@ def _line(point: Point) -> str:
     role = f" ({point.family})" if point.family in ("bound", "control") else ""
     cells = (
         point.shown + role,
+        f"{next(iter(point.kl.values())).texts}",
         f"{100 * point.read:.1f}%",
         *(shown(point.kl, setup, ".3f") for setup in ("sparse", "dense")),
         *(shown(point.top1, setup, ".2f") for setup in ("sparse", "dense")),
