@@ -256,9 +256,9 @@ class WindowedRuntime(EvictingRuntime):
         for first in range(0, q.shape[1], BLOCK):
             some = q[:, first : first + BLOCK]
             stop = older + first + some.shape[1]
-            rows = k[None, :, sinks:stop], v[None, :, sinks:stop]
-            given = older + first - sinks, window, self.scale, self.setup.backend
-            near, lse = prefill_window_lse(some, *rows, *given, Softmax(softmax.cap))
+            keys, values = k[None, :, sinks:stop], v[None, :, sinks:stop]
+            given = window, self.scale, self.setup.backend, Softmax(softmax.cap)
+            near, lse = prefill_window_lse(some, keys, values, older + first - sinks, *given)
             at = torch.arange(start + first, start + first + some.shape[1], device=q.device)
             sunk = k[:, :sinks], v[:, :sinks], at, sinks, window, softmax
             out[:, first : first + BLOCK] = self._with_sinks(some, near[0], lse[0], *sunk)
