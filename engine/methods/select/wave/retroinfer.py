@@ -111,24 +111,25 @@ class RetroInferRuntime(ClusterKVRuntime):
     logs: torch.Tensor
 
     def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Cluster K, and note what every new cluster holds."""
+        """Cluster K, and note what every new cluster holds: segment by segment, so that sums do not
+        depend on how many come at once.
+        """
         super().absorb(group, b, first, k, v)
         method, start = self.method, max(first, self.method.sink)
-        before, after = method.segments(start), method.segments(first + k.shape[1])
         size, count = method.segment, method.clusters
-        tokens = slice(start, start + (after - before) * size)
-        member = self.member[group, b, :, tokens].long() % count
-        sets = F.one_hot(member.unflatten(1, (-1, size)), count).to(torch.float32).mT
-        sizes, own = sets.sum(-1), slice(before * count, after * count)
-        rows = slice(start - first, tokens.stop - first)
-        self.sizes[group, b, :, own] = sizes.flatten(1).int()
-        for means, part in (
-            (self.centroids, key_floats(k[:, rows])),
-            (self.values, floats(v[:, rows])),
-        ):
-            sums = sets @ part.float().unflatten(1, (-1, size))
-            mean = sums / sizes.clamp(min=1).unsqueeze(-1)
-            means[group, b, :, own].copy_(mean.flatten(1, 2))
+        for number in range(method.segments(start), method.segments(first + k.shape[1])):
+            at = method.sink + number * size
+            member = self.member[group, b, :, at : at + size].long() % count
+            sets = F.one_hot(member, count).mT.to(torch.float32).contiguous()
+            sizes, own = sets.sum(-1), slice(number * count, (number + 1) * count)
+            self.sizes[group, b, :, own] = sizes.int()
+            rows = slice(at - first, at - first + size)
+            for means, part in (
+                (self.centroids, key_floats(k[:, rows])),
+                (self.values, floats(v[:, rows])),
+            ):
+                sums = sets @ part.float().contiguous()
+                means[group, b, :, own].copy_(sums / sizes.clamp(min=1).unsqueeze(-1))
 
     # ---------------------------------------------------------------- a step
 
@@ -202,10 +203,11 @@ class RetroInferRuntime(ClusterKVRuntime):
         tail, stop = int(rows.tail_start[b]), int(rows.stop[b])
         zone = slice(0, self.method.estimated(self.method.segments(n - 1) * self.method.clusters))
         estimated, logs = (t[group, b, :, zone] for t in (self.estimated, self.logs))
-        entry = torch.arange(rows.index.shape[2], device=q.device)
+        # no more than the longest list: tiers leave different room behind it
+        entry = torch.arange(int(rows.counts[b].max()), device=q.device)
         mine = entry < rows.counts[b].unsqueeze(1)
         newest = torch.arange(tail, stop, device=q.device).expand(heads, -1)
-        places = torch.cat([rows.index[b].where(mine, stop - 1).long(), newest], 1)
+        places = torch.cat([rows.index[b, :, : len(entry)].where(mine, stop - 1).long(), newest], 1)
         each = torch.arange(heads, device=q.device).unsqueeze(1)
         read = torch.zeros(places.shape, device=q.device)
         read[:, : len(entry)].masked_fill_(~mine, NOTHING)
