@@ -46,7 +46,6 @@ from engine.methods.select.shadow.shadowkv import ShadowKV
 from engine.methods.select.taught.a2ats import A2ATS
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.methods.select.varying.infinigen import InfiniGen
-from engine.methods.select.varying.magicpig import MagicPIG
 from engine.methods.select.wave.retroinfer import RetroInfer
 from engine.model.tensors import random_stream
 from engine.plan.layers import Role, layer_plan, spread_over

@@ -224,9 +224,9 @@ class RetroInferRuntime(ClusterKVRuntime):
         weights = torch.cat([logs, read], 1).flatten()
         # the session's serves as many rows as its bank has
         scratch = self.setup.scratch if width <= self.setup.capacity else None
-        given = self.scale, scratch, self.setup.backend, weights
-        flat = rows_k.flatten(0, 1), rows_v.flatten(0, 1)
-        return decode_ragged(q, *flat, starts, lengths, width, *given)
+        flat = rows_k.flatten(0, 1), rows_v.flatten(0, 1), starts, lengths, width
+        backend = self.setup.backend
+        return decode_ragged(q, *flat, self.scale, scratch, backend=backend, logs=weights)
 
     # ---------------------------------------------------------------- what a step read
 
