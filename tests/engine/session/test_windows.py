@@ -46,6 +46,7 @@ from engine.methods.select.shadow.shadowkv import ShadowKV
 from engine.methods.select.taught.a2ats import A2ATS
 from engine.methods.select.tidaldecode import TidalDecode
 from engine.methods.select.varying.infinigen import InfiniGen
+from engine.methods.select.varying.magicpig import MagicPIG
 from engine.methods.select.wave.retroinfer import RetroInfer
 from engine.model.tensors import random_stream
 from engine.plan.layers import Role, layer_plan, spread_over
@@ -256,6 +257,7 @@ OTHERS = {
     "sparq": SparQ(tokens=64),
     "a2ats": A2ATS(tokens=60, bits=4, train=80, rounds=2, window=10),
     "infinigen": InfiniGen(tokens=40, columns=4),
+    "magicpig": MagicPIG(tokens=120, bits=4, tables=12, recent=16, train=60, middle=False),
     "tidaldecode": TidalDecode(tokens=40, select_layer=0),
     "minference": MInference(),
     "quoka": QuoKA(tokens=24, queries=4, block=32),

@@ -151,7 +151,9 @@ class MagicPIGRuntime(VaryingRuntime):
         method, start = self.method, max(first, self.method.sink)
         keys, mean = key_floats(k[:, start - first :]), self.means[group, b]
         if start < method.ready:
-            mean.copy_(keys[:, : method.train].mean(1))
+            # contiguous: the order of a sum, and so its last bit, is that of strides, which differ
+            # between tiers
+            mean.copy_(keys[:, : method.train].contiguous().mean(1))
         for at in range(0, keys.shape[1], PIECE):
             some = keys[:, at : at + PIECE] - mean.unsqueeze(1)
             codes = self.hashed(some).transpose(1, 2)
