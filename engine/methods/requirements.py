@@ -43,6 +43,22 @@ def require_windows(method: Method, plan: LayerPlan, config: ModelConfig) -> Non
             )
 
 
+def require_one_rope(method: Method, config: ModelConfig) -> None:
+    """Raise SettingError where K cannot be turned back to position 0 by one rope: of a rotation
+    that depends on the length, or ropes that differ between layers.
+    """
+    if config.rope.kind == "dynamic":
+        raise SettingError(
+            f"{method.name}: this model's rope is dynamic NTK, whose rotations cannot be undone; "
+            "use another method"
+        )
+    if config.layer_ropes:
+        raise SettingError(
+            f"{method.name}: turns rows back by one rope, found layers with different ones "
+            f"({config.family}); use another method"
+        )
+
+
 def validate_parts(method: Method, needs: Needs, more: bool, last: int | None = None) -> None:
     """Raise SettingError where a prompt cannot be read in several calls (`more`), or its final call
     of `last` tokens is too short.

@@ -26,6 +26,7 @@ from engine.bank.base import Bank, Step
 from engine.base.checks import integer
 from engine.base.errors import SettingError
 from engine.methods.base import Method, Runtime, Setup
+from engine.methods.requirements import require_one_rope
 from engine.methods.select.infllm_memory import BlockMemory, Layout, attend_far_and_near
 from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary, apply_rope
@@ -84,16 +85,7 @@ class InfLLM(Method):
         """Every layer SPARSE. K is turned back to position 0, which a rotation that depends on the
         length does not allow.
         """
-        if config.rope.kind == "dynamic":
-            raise SettingError(
-                "infllm: this model's rope is dynamic NTK, whose rotations cannot be undone; use "
-                "another method"
-            )
-        if config.layer_ropes:
-            raise SettingError(
-                f"infllm: turns rows back by one rope, found layers with different ones "
-                f"({config.family}); use another method"
-            )
+        require_one_rope(self, config)
         if self.blocks is not None and len(config.keeping_layers) < config.num_layers:
             raise SettingError(
                 f"blocks: found {self.blocks} for layers that read the rows of others "

@@ -187,5 +187,5 @@ def test_bad_settings_are_named(bad, words):
 
 def test_a_rotation_that_follows_the_length_is_refused():
     scaling = {"rope_type": "dynamic", "factor": 2.0}
-    with pytest.raises(SettingError, match="a2ats: turns keys back by one rotary embedding"):
+    with pytest.raises(SettingError, match="a2ats: this model.s rope is dynamic NTK"):
         A2ATS().plan(tiny_config(layers=2, heads=8, kv_heads=2, rope_scaling=scaling))

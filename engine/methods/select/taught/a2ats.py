@@ -27,6 +27,7 @@ import torch
 from engine.base.checks import integer
 from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
+from engine.methods.requirements import require_one_rope
 from engine.methods.select.base import Buffer
 from engine.methods.select.index.base import AT_ONCE, grouped, reduced
 from engine.methods.select.index.pqcache import PQCache, PQCacheRuntime
@@ -70,11 +71,11 @@ class A2ATS(PQCache):
     def plan(self, config: ModelConfig) -> LayerPlan:
         """Raises SettingError where keys cannot be turned back."""
         widths = {config.heads_of(layer)[1] for layer in range(config.num_layers)}
-        alike = len(set(config.layer_ropes)) <= 1 and len(widths) == 1
-        if not alike or config.rope.kind == "dynamic":
+        require_one_rope(self, config)
+        if len(widths) > 1:
             raise SettingError(
-                f"a2ats: turns keys back by one rotary embedding of all layers, which this model "
-                f"({config.family}) has not; use pqcache"
+                f"a2ats: its codes are of heads of one width, found {sorted(widths)} "
+                f"({config.family}); use another method"
             )
         return super().plan(config)
 
