@@ -75,7 +75,6 @@ NOTES = {
     "does not know the recurrent layers": "k",
     "a recurrent layer, expected layers that": "l",
     "does not know the latent attention": "m",
-    "codes are of heads of one width": "n",
 }
 REFUSED: tuple[tuple[str, dict[str, object]], ...] = (
     ("Gemma 3 with vision (4B and more)", dict(architectures=["Gemma3ForConditionalGeneration"])),
