@@ -148,7 +148,7 @@ class HShareRuntime(ByLogits):
         return n - n % self.method.steps
 
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
-        group, visible = self.plan.group_of[layer], step.visible.tolist()
+        group, visible = self.plan.group_of[layer], step.lengths
         assert group is not None
         lengths = [self._choosing(n) for n in visible]
         if max(lengths) <= self.k:

@@ -304,7 +304,7 @@ class RocketRuntime(Selecting):
         return whole and self._pages(b, n) * self.method.page <= self.k
 
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
-        group, lengths = self.plan.group_of[layer], step.visible.tolist()
+        group, lengths = self.plan.group_of[layer], step.lengths
         assert group is not None
         if all(self._covers(b, n) for b, n in enumerate(lengths)):
             return Selection(None, None, step.visible)
@@ -342,7 +342,7 @@ class RocketRuntime(Selecting):
     # ---------------------------------------------------------------- what a step read
 
     def tail_start(self, step: Step) -> torch.Tensor:
-        lengths = enumerate(step.visible.tolist())
+        lengths = enumerate(step.lengths)
         tails = [
             0 if self._covers(b, n) else self.method.paged(self.ends[b], n) for b, n in lengths
         ]

@@ -292,7 +292,7 @@ class ShadowRuntime(Selecting):
     # ---------------------------------------------------------------- a step
 
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
-        group, lengths = self.plan.group_of[layer], step.visible.tolist()
+        group, lengths = self.plan.group_of[layer], step.lengths
         assert group is not None
         stops = self._stops(lengths)
         if not any(stops):
@@ -389,7 +389,7 @@ class ShadowRuntime(Selecting):
         self, layer: int, step: Step, start: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V [B, Hkv, T, D] of the exact tokens of each sequence, zeros behind the last."""
-        spans = list(zip(start.tolist(), step.visible.tolist()))
+        spans = list(zip(start.tolist(), step.lengths))
         most, found = max(n - first for first, n in spans), []
         for b, (first, n) in enumerate(spans):
             k, v = (part[b : b + 1] for part in step.bank.rows(layer, first, n))
@@ -401,7 +401,7 @@ class ShadowRuntime(Selecting):
     # ---------------------------------------------------------------- what a step read
 
     def tail_start(self, step: Step) -> torch.Tensor:
-        stops = self._stops(step.visible.tolist())
+        stops = self._stops(step.lengths)
         return on_device(stops, torch.int32, step.visible.device)
 
     def chosen_rows(self, layer: int) -> torch.Tensor:

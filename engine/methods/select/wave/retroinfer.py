@@ -134,7 +134,7 @@ class RetroInferRuntime(ClusterKVRuntime):
     # ---------------------------------------------------------------- a step
 
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
-        group, lengths = self.plan.group_of[layer], step.visible.tolist()
+        group, lengths = self.plan.group_of[layer], step.lengths
         assert group is not None
         self.learn(group, layer, step.bank, lengths)
         if max(map(self.choosable, lengths)) <= self.k:
@@ -191,7 +191,7 @@ class RetroInferRuntime(ClusterKVRuntime):
         rows = step.bank.picked(layer, *chosen.rows(), chosen.tail_start, step)
         group = self.plan.group_of[layer]
         assert group is not None
-        lengths = step.visible.tolist()
+        lengths = step.lengths
         found = [self._over(group, b, n, q[b : b + 1], rows) for b, n in enumerate(lengths)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
