@@ -355,8 +355,8 @@ def test_every_named_method_has_its_row(capsys):
     read_all = {"full", "brutal_offload", "minference", "quoka", "xattention"}
     read_all |= {"infllm", "pod_untrained"}
     read_all |= {"random_eviction"}  # until an answer is longer than its budget
-    # until they have the tokens of which they make centroids, or a mean key
-    read_all |= {"a2ats", "pqcache", "magicpig"}
+    # until they have the tokens of which they make centroids or clusters, or a mean key
+    read_all |= {"a2ats", "pqcache", "magicpig", "retroinfer"}
     read_all |= {"fastgen"}  # random rows, of which no head can do without one
     assert {name for name, c in cells.items() if c["counted_kv_bytes"] == whole} == read_all
 

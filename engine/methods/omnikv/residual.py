@@ -116,10 +116,11 @@ class ResidualRuntime(OmniKVRuntime):
         return rows[self.logs[group][0, : len(rows)] > 0]
 
     def choice(self) -> Any:
-        return super().choice(), [logs.clone() for logs in self.logs]
+        """And what each entry stands for, behind what OmniKV's is."""
+        return [*super().choice(), *(logs.clone() for logs in self.logs)]
 
     def load_choice(self, choice: Any) -> None:
-        chosen, logs = choice
-        super().load_choice(chosen)
-        for mine, theirs in zip(self.logs, logs):
+        count = len(choice) - len(self.logs)
+        super().load_choice(choice[:count])
+        for mine, theirs in zip(self.logs, choice[count:]):
             mine.copy_(theirs)

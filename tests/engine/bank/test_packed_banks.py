@@ -20,6 +20,7 @@ from engine.base.errors import SavedFileError, SettingError
 from engine.load.options import Options
 from engine.methods.controls.brutal_offload import BrutalOffload
 from engine.methods.evict.by_head import compensated
+from engine.methods.select.wave import retroinfer
 from engine.saved.rows import piece_shape, read_piece, write_piece
 from kernels.rows.forms import DTYPES, FORMS, as_bytes, row_widths, unpack, unpack_keys
 from tests.builders import POCKET, random_ids, session_config, tiny_config, tiny_llm
@@ -32,6 +33,7 @@ WRITERS = (
     engine.bank.window_ring,
     kernels.layer.store,
     compensated,
+    retroinfer,
 )
 HEAD_DIM = 32  # the least that every form divides
 SPARSE = OmniKV(filter_layers=(1, 4), tokens=24, tail=64, dense_below=0)

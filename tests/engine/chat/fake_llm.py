@@ -29,8 +29,8 @@ class FakeSession:
         self.endless, self.forgotten = False, 0
         # a plan of one layer that chooses, at every length
         self.plan = SimpleNamespace(sparse_layers=(1,), partial_layers=(1,))
-        self.runner = SimpleNamespace(dense_below=0)
-        self.bank = SimpleNamespace(forgets=False)
+        self.runner = SimpleNamespace(dense_below=0, rows_read=lambda n, sparse: [n, 0])
+        self.bank = SimpleNamespace(forgets=False, lacks=False)
 
     def __len__(self):
         return len(self.ids)

@@ -253,7 +253,7 @@ BAD = [
     (["--window", "0"], "--window: found 0"),
     (["--wait-layers", "-1"], "--wait-layers: found -1"),
     (["--dense-below", "x"], "--dense-below"),
-    (["--method", "magic"], "--method: found 'magic', expected one of a2sf, "),
+    (["--method", "magic"], "--method: found 'magic', expected one of a2ats, a2sf, "),
     (["--method", "quets"], "did you mean quest?"),
     (["--set", "page"], "--set: found 'page', expected KEY=VALUE such as page=32"),
     (["--set", "page=3"], "--set page: omnikv has no such setting; it takes "),

@@ -201,6 +201,11 @@ class Length:
         """Rows that the step sees, [1] int32."""
         return torch.tensor([self.n], dtype=torch.int32)
 
+    @property
+    def lengths(self):
+        """`visible`, on the host."""
+        return [self.n]
+
     def tail_start(self, tail):
         """Where the tail begins, [1] int32."""
         return tail_start(self.visible, tail)

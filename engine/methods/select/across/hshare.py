@@ -211,12 +211,13 @@ class HShareRuntime(ByLogits):
     # ---------------------------------------------------------------- going back
 
     def choice(self) -> Any:
-        return super().choice(), dict(self.made_at)
+        """And the lengths at which it was made."""
+        return super().choice() | {"made_at": dict(self.made_at)}
 
     def load_choice(self, choice: Any) -> None:
-        chosen, made_at = choice
+        chosen = dict(choice)
+        self.made_at = dict(chosen.pop("made_at"))
         super().load_choice(chosen)
-        self.made_at = dict(made_at)
 
     def end_prompt(self, length: int, step: Step | None = None) -> None:
         super().end_prompt(length, step)

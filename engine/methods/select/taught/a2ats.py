@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -101,19 +102,10 @@ class A2ATSRuntime(PQCacheRuntime):
     def __init__(self, method: A2ATS, setup: Setup):
         super().__init__(method, setup)
         self.rotary = Rotary(setup.config, setup.device)
+        # no method of this object: a session that is dropped is freed at once
+        found = partial(factor, self.rotary, method.distance)
         name = f"a2ats at {method.distance}"
-        self.learnt = Learnt(setup, self.plan, self.factors, name, self._factor)
-
-    def _factor(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """L of a layer's H, lower triangular: float32 [Hkv, D, D], on the CPU."""
-        places = torch.arange(len(q), device=q.device)
-        far = self.rotary.rotate_by(q.float(), self.method.distance - places)
-        rows = far.double().cpu().unflatten(1, (len(k), -1)).transpose(0, 1).flatten(1, 2)
-        moments = rows.mT @ rows / rows.shape[1]
-        mean = moments.diagonal(dim1=1, dim2=2).mean(1)
-        eye = torch.eye(moments.shape[1], dtype=moments.dtype)
-        damped = moments + (DAMPED * mean + 1e-12)[:, None, None] * eye
-        return torch.linalg.cholesky(damped).float()
+        self.learnt = Learnt(setup, self.plan, self.factors, name, found)
 
     def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
         super().begin_prompt(start, stop, more)
@@ -164,3 +156,19 @@ class A2ATSRuntime(PQCacheRuntime):
         by = torch.tensor([self.method.distance - (n - 1)], device=q.device)
         far = grouped(self.rotary.rotate_by(q.float()[None], by)[0], self.codes.shape[2])
         return torch.linalg.solve_triangular(self.factors[group], far.mT, upper=False).mT
+
+
+def factor(
+    rotary: Rotary, distance: int, layer: int, q: torch.Tensor, k: torch.Tensor
+) -> torch.Tensor:
+    """L of a layer's H, lower triangular, of a sample's q [n, H, D] and k [Hkv, n, D]: float32
+    [Hkv, D, D], on the CPU.
+    """
+    places = torch.arange(len(q), device=q.device)
+    far = rotary.rotate_by(q.float(), distance - places)
+    rows = far.double().cpu().unflatten(1, (len(k), -1)).transpose(0, 1).flatten(1, 2)
+    moments = rows.mT @ rows / rows.shape[1]
+    mean = moments.diagonal(dim1=1, dim2=2).mean(1)
+    eye = torch.eye(moments.shape[1], dtype=moments.dtype)
+    damped = moments + (DAMPED * mean + 1e-12)[:, None, None] * eye
+    return torch.linalg.cholesky(damped).float()
