@@ -16,7 +16,7 @@ from engine.methods.full import Full
 from engine.methods.select.taught.a2ats import A2ATS, DAMPED
 from tests.builders import GROUPS, World, random_sample, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_checks import everything_happened
-from tests.engine.methods.test_pqcache import NEAR, quantised
+from tests.engine.methods.test_pqcache import NEAR, assert_codes_choose, quantised
 
 LENGTHS = st.sampled_from((1, 35, 36, 37, 64, 97, 127))
 
@@ -75,35 +75,13 @@ def test_a_step_reads_what_codes_rank_first(backend, shape, lengths, how, budget
     world = World(method, shape, 131, batch=2, backend=backend, seed=seed)
     for b, n in enumerate(lengths):
         world.fill(3, 0, n, b)
-    q, (k, v), runtime = world.queries(), world.bank.kv(3), world.runtime
+    q, k, runtime = world.queries(), world.bank.kv(3)[0], world.runtime
     runtime.begin_prompt(0, 1)
     factors = runtime.factors[3].double()
     found = [simulate(q[b, 0], k[b, :, :n], factors, method) for b, n in enumerate(lengths)]
     # a code of equal distance, as of centroids that are the same, may be either
     assume(min(gap for _, gap in found) > 10 * NEAR)
-    runtime.end_prompt(max(lengths))
-    runtime.learn(3, 3, world.bank, list(lengths))
-    for b, (rows, _) in enumerate(found):
-        if lengths[b] == method.ready:  # the step makes the centroids anew
-            continue
-        for head, own in enumerate(rows):
-            unread = sorted({*range(131)} - {*own, lengths[b] - 1})
-            k[b, head, unread] = v[b, head, unread] = float("nan")
-    out = runtime.attend(3, q, world.step(*lengths))
-    for b, (rows, _) in enumerate(found):
-        assert runtime.rows_read(lengths[b])[3] == len(rows[0]) == len({*rows[0]})
-        for head in range(shape[0]):
-            kv = head * shape[1] // shape[0]
-            own = rows[kv]
-            weights = (q[b, 0, head].double() @ k[b, kv, own].double().T / 4).softmax(0)
-            expected = weights @ v[b, kv, own].double()
-            torch.testing.assert_close(out[b, 0, head].double(), expected, atol=1e-5, rtol=1e-5)
-    chosen = runtime.chosen[3]
-    if chosen.index is not None:
-        tails = chosen.tail_start.tolist()
-        for b, (rows, _) in enumerate(found):
-            kept = chosen.index[b, :, : int(chosen.counts[b])].tolist()
-            assert [[*own, *range(tails[b], lengths[b])] for own in kept] == rows
+    assert_codes_choose(world, q, lengths, [rows for rows, _ in found])
 
 
 @given(st.sampled_from(GROUPS), st.sampled_from((0, 77)), st.integers(0, 99))

@@ -8,19 +8,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from engine import LLM, Full, HShare
 from engine.base.errors import UsageError
-from engine.base.version import VERSION
 from engine.methods.select.across.sharing import NAME, sharing_text
+from tools.calibrate.lists.command import add_list_flags, list_texts, made_by, require_every_token
 from tools.calibrate.sharing.greedy import ListMeter, shared
 from tools.calibrate.similarity import measure_with
-from tools.calibrate.texts import add_flags, texts_for
-from tools.common.program import guarded, replace_text, require_writable, say
-from weights.fingerprint import fingerprint
+from tools.common.program import guarded, replace_text, say
 
 
 def measured(
@@ -44,11 +41,8 @@ def measured(
 def run(args: argparse.Namespace) -> None:
     """Measure, print what is shared, and write hshare.json."""
     llm = LLM(args.model, device=args.device, dtype=args.dtype, method=Full())
-    config, length = llm.config, min(args.length, llm.max_context)
-    if config.other_layers:
-        raise UsageError(
-            f"sharing: does not know sliding-window or recurrent layers ({config.family})"
-        )
+    config = llm.config
+    require_every_token(llm, "sharing")
     counts = []
     for flag, asked, most in (
         ("--layers", args.layers, config.num_layers),
@@ -59,16 +53,7 @@ def run(args: argparse.Namespace) -> None:
             raise UsageError(
                 f"{flag}: found {counts[-1]}, expected 0 to {most - 1} (the model has {most})"
             )
-    if length < 128 or args.positions < 1 or args.texts < 1 or not 0 < args.share < 1:
-        raise UsageError(
-            f"found length {length}, positions {args.positions}, texts {args.texts}, share "
-            f"{args.share}; expected a length of at least 128, counts of at least 1 and a share "
-            "in (0, 1)"
-        )
-    path = Path(args.out or Path(llm.folder) / NAME)
-    if not args.dry_run:
-        require_writable("--out", path)
-    texts = texts_for(llm, args.text, args.texts, length, args.seed)
+    texts, path = list_texts(llm, args, NAME)
     by_layer, by_head = measured(llm, texts, args.positions, args.share)
     layers = shared(by_layer, counts[0])
     heads = tuple(shared(one, counts[1]) for one in by_head)
@@ -81,12 +66,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"\nHShare(layers={layers})")
     if args.dry_run:
         return
-    more = {
-        "fingerprint": fingerprint(llm.folder),
-        "share": args.share,
-        "positions": args.positions,
-        "made_by": f"tools.calibrate.sharing {VERSION}",
-    }
+    more = made_by(llm, args, "tools.calibrate.sharing")
     replace_text(path, sharing_text(layers, heads, config, more))
     print(f"written: {path}")
 
@@ -97,15 +77,10 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m tools.calibrate.sharing",
         description="Find which layers and heads of a model read one list under HShare.",
     )
-    add_flags(p)
+    add_list_flags(p, NAME, "chosen tokens, of a text")
     add = p.add_argument
-    add("--length", type=int, default=4096, help="tokens per text (default 4096)")
-    add("--positions", type=int, default=24, help="decode positions at a text's end (default 24)")
-    add("--share", type=float, default=0.1, help="chosen tokens, of a text (default 0.1)")
     add("--layers", type=int, metavar="N", help="layers that read another's (default: half)")
     add("--heads", type=int, metavar="N", help="K/V heads that do, of a layer (default: half)")
-    add("--out", metavar="FILE", help=f"where to write {NAME} (default: beside the model)")
-    add("--dry-run", action="store_true", help="measure and print, write nothing")
     return p
 
 

@@ -1,0 +1,1 @@
+"""What commands share that find whose lists of tokens are alike."""
