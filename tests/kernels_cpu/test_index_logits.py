@@ -77,10 +77,12 @@ def test_codes_against_float64(heads, group, parts, tokens, dtype, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_tokens_have_no_logits(backend):
     """As before a first cluster: neither codes nor tables."""
-    nothing = torch.empty(2, 1, 0)
+    room = torch.full((2, 1, 4), 7.0)
+    nothing = room[:, :, :0]
     code_logits(torch.empty(2, 1, 1, 0), torch.empty(2, 1, 0, dtype=torch.int32), nothing, backend)
     channels = torch.zeros(2, 3, dtype=torch.int64)
     channel_logits(torch.ones(2, 1, 3), channels, torch.empty(2, 8, 0), nothing, backend)
+    assert (room == 7).all()
 
 
 def test_results_do_not_depend_on_threads():

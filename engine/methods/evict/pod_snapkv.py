@@ -131,6 +131,8 @@ class PodSnapRuntime(SnapRuntime):
             return super().attend_prompt(layer, q, bank, start)
         self.bank, sequence = bank, self.sequences[0]
         ((heads, k, v, held),) = self.live(layer, bank, stop)
+        if not held:
+            k, v = own_rows(bank, layer, k, v)
         positions = torch.arange(sequence.since, stop, dtype=torch.int32, device=q.device)
         positions = positions.expand(len(k), -1)
         if held:
@@ -152,7 +154,7 @@ class PodSnapRuntime(SnapRuntime):
         if not self._shares(b, layer, q, at + 1):
             return super()._attend(b, layer, q, step)
         if layers is None:
-            k, v = (t[b] for t in step.bank.rows(layer, 0, at + 1))
+            k, v = own_rows(step.bank, layer, *(t[b] for t in step.bank.rows(layer, 0, at + 1)))
             positions = torch.arange(at + 1, dtype=torch.int32, device=q.device)
             rows = k, v, positions.expand(len(k), -1)
 
@@ -200,6 +202,15 @@ class PodSnapRuntime(SnapRuntime):
             parts.append(attend_span(asked, far, v[heads], *distant, self.scale))
             out.append(merge(parts, torch.float32)[0])
         return torch.cat(out, 1).to(q.dtype).unsqueeze(0)
+
+
+def own_rows(
+    bank: Bank, layer: int, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a layer, to stay while rows of a lower one are read: copies where they came from
+    host memory, through the buffers that those come through too (a method before left them there).
+    """
+    return (k.clone(), v.clone()) if bank.on_host(layer) else (k, v)
 
 
 def kept_spans(

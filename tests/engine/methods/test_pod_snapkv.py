@@ -20,7 +20,7 @@ from engine.methods.evict.pod_snapkv import PodSnapKV, kept_spans
 from engine.methods.evict.snapkv import SnapKV
 from engine.methods.full import Full
 from engine.methods.select.pod import PodUntrained
-from tests.builders import VOCAB, tiny_config, tiny_llm, tiny_weights
+from tests.builders import VOCAB, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.evicting_simulation import Conversation, Rule
 from tests.engine.methods.method_checks import SHAPES, llm_of
 from tests.engine.methods.official_simulation import Model, Shape
@@ -171,3 +171,20 @@ def test_bad_settings_are_named():
         session.prefill(list(range(1, 40)))
         with pytest.raises(SettingError, match="pod_snapkv: reads prompts in its own way"):
             session.set_method(PodSnapKV(blocks=(0, 2)))
+
+
+@pytest.mark.parametrize("tokens", [60, 300])
+@pytest.mark.parametrize("bank", ["model", "int8"])
+def test_rows_that_a_method_before_left_in_host_memory_are_read_as_any(tokens, bank):
+    """A layer's own rows and a lower one's K come through the same buffers there."""
+    config = tiny_config(7, head_dim=32)
+    method = PodSnapKV(tokens=tokens, blocks=(0, 2, 5), first=8, recent=40, forget=False)
+    weights = tiny_weights(config, seed=3)
+    llm = tiny_llm(Full(), config, weights, max_context=320, chunk=16, bank=bank)
+    ids, found = random_ids(167), []
+    for offload in ("device", "host"):
+        with llm.session(Full(), offload=offload) as session:
+            session.set_method(method)
+            assert session.bank.on_host(4) == (offload == "host")
+            found.append([session.prefill(ids), *map(session.decode, (3, 1))])
+    assert all(map(torch.equal, *found))
