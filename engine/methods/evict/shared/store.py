@@ -306,10 +306,19 @@ class Rows:
 def gathered(
     rows: torch.Tensor, index: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The rows [h, n, D] of rows [h, T, D] at index [h, n, 1]; out: where to."""
-    given = as_bytes(rows), 1, index.expand(-1, -1, rows.shape[2])
-    found = torch.gather(*given, out=None if out is None else as_bytes(out))
-    return found.view(rows.dtype)
+    """The rows [h, n, D] of rows [h, T, D] at index [h, n, 1]; out: where to. On a CPU head by
+    head: torch's gather makes an index as large as twice the rows, in the heap, and takes 10 times
+    as long (3.4 ms for 0.2, of 4 heads' 4,096 rows).
+    """
+    if rows.device.type != "cpu":
+        given = as_bytes(rows), 1, index.expand(-1, -1, rows.shape[2])
+        found = torch.gather(*given, out=None if out is None else as_bytes(out))
+        return found.view(rows.dtype)
+    if out is None:
+        out = empty((len(rows), index.shape[1], rows.shape[2]), rows)
+    for mine, theirs, at in zip(as_bytes(out), as_bytes(rows), index[..., 0]):
+        torch.index_select(theirs, 0, at, out=mine)
+    return out
 
 
 def best(scores: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
