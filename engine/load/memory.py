@@ -144,7 +144,7 @@ def _query_bytes(config: ModelConfig, size: int) -> int:
 
 def _waiting(needs: Needs, chunk: int, context: int) -> int:
     """Return the most rows of a layer that wait for the store of a method that forgets."""
-    return min(context, min(chunk, context) + needs.waiting)
+    return min(context, needs.waiting_rows(min(chunk, context)))
 
 
 def _waiting_item(

@@ -5,6 +5,7 @@ Methods fill in a `Needs`; the memory plan, the placement, the step runner and t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -129,6 +130,13 @@ class Needs:
     kept: BlockCache | None = None
     piece: int | None = None
     ahead: tuple[int, ...] = ()
+
+    def waiting_rows(self, chunk: int) -> int:
+        """The most rows of a layer that wait for a store that forgets, those of a chunk among them.
+        Segments and chunks are counted from one place, a prompt's beginning: where a chunk begins,
+        all of a segment but what both divide by waits at most.
+        """
+        return chunk + max(0, self.waiting - math.gcd(self.waiting, chunk))
 
     @property
     def lacks(self) -> bool:

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from engine.bank.pool.heap import free_in_heap, give_back
+from engine.bank.pool.heap import give_back, keep_within
 from engine.bank.recurrent.savepoints import Savepoints
 from engine.bank.row_origins import Span
 from engine.base.device import synchronize
@@ -76,8 +76,7 @@ def _keep_to_plan(session: SessionState) -> None:
     than a chunk is planned with: what the next one needs of it comes back, and no more.
     """
     if session.bank.forgets and session.runner.model.device.type == "cpu":
-        if free_in_heap() > session.planner.workspace:
-            give_back()
+        keep_within(session.planner.workspace)
 
 
 def _chunks(session: SessionState, start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:

@@ -217,8 +217,8 @@ class SessionState:
                 bank.move_to_host(placement, loaded.host_pool, planner.backend)
             return bank
         if needs.forgets:
-            span = planner.chunk + needs.waiting
-            sizes = dict(span=span, chunk=planner.chunk)
+            span = needs.waiting_rows(planner.chunk)
+            sizes = dict(span=span, chunk=planner.chunk, heap=planner.workspace)
             return ChunkBank(config, self.capacity, dtype, device, **sizes)
         given = config, plan, self.capacity, dtype, device
         if needs.near is not None:

@@ -6,6 +6,7 @@ rows that are gone, a store from a file that is none.
 """
 
 import gc
+import math
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from engine.methods.evict.h2o_plus import H2OPlus
 from engine.methods.evict.lm_infinite import LMInfinite
 from engine.methods.evict.shared import by_position
 from engine.methods.evict.snapkv import SnapKV
+from engine.methods.evict.snapkv_plus import SnapKVPlus
 from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.evict.window import Window
 from engine.saved.container import Reader
@@ -122,6 +124,29 @@ def test_the_plan_is_within_five_percent_of_what_a_full_session_holds(method):
             session.decode(token)
         most, due = max(sizes), planned(llm.plan(forgetting(method)))
     assert 0.95 * due <= most <= due + 128, (most, due)  # constants of the runtime
+
+
+@pytest.mark.parametrize("segment", (48, 50, 64, 97, 128, 192))
+def test_rows_that_wait_for_a_segments_end_are_planned_and_suffice(segment):
+    """A segment of whole chunks waits for its last one alone; one of a prime number for all."""
+    llm, ids, seen = llm_of(chunk=64), random_ids(CAPACITY - 4, seed=5), []
+    method = forgetting(SnapKVPlus(tokens=40, window=8, segment=segment))
+    with llm.session(method) as session:
+        commit = session.runtime.commit
+
+        def look(count):
+            seen.append(session.bank.nbytes)
+            commit(count)
+
+        session.runtime.commit = look
+        session.prefill(ids[:300])
+        session.decode(ids[0])
+        session.prefill(ids[301:])
+    most = 64 + segment - math.gcd(segment, 64)
+    due = llm.plan(method).bytes_of("context bank")
+    # a step's row of every layer beside the rows of a chunk and of its segment
+    assert due == len(llm.config.keeping_layers) * (most + 2) * llm.config.kv_bytes(4)
+    assert 0.95 * due <= max(seen) <= due
 
 
 @pytest.mark.parametrize("method", CONSTANT, ids=lambda method: method.name)
