@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.bank.base import Bank, SparseRows, Step, StepRows
-from engine.bank.pool.heap import keep_within
+from engine.bank.pool.heap_limit import HeapLimit
 from engine.bank.window_ring import DEFAULT_CHUNK, WindowRing, window_rings
 from engine.base.errors import SettingError
 from engine.base.interrupts import complete, put_back
@@ -68,8 +68,8 @@ class ChunkBank(Bank):
     """K and V of positions that no store has taken yet, on one device. span: the most rows of a
     layer that wait at once; chunk: the most that a prompt's chunk writes. Sliding-window layers
     keep their rings. Rows that several layers read wait until the last of them has its store. heap:
-    bytes that may lie free in a CPU's heap as a chunk reaches a layer: activations of sizes that
-    differ leave holes that the next ones do not fit into. None: any number.
+    bytes by which the process may grow, on a CPU, before what lies free in the heap is given back.
+    None: any number.
 
     source: another bank that holds all rows and is read instead, while a session changes over.
     Models with recurrent layers or latent attention have no such bank: methods that evict refuse
@@ -91,7 +91,7 @@ class ChunkBank(Bank):
         heap: int | None = None,
     ) -> None:
         super().__init__(config, capacity, dtype, device, batch)
-        self._heap = heap if self.device.type == "cpu" else None
+        self._heap = None if heap is None or self.device.type != "cpu" else HeapLimit(heap)
         self.span = min(span, self.capacity)
         self._stop = 0  # where the prompt that is being read ends
         self._waiting: list[Waiting | None] = [None] * self.num_layers
@@ -143,11 +143,15 @@ class ChunkBank(Bank):
         self._waiting[layer] = new
         return new
 
+    def keep_heap(self) -> None:
+        """Give back what lies free in the heap where it is too much; looked at in each layer."""
+        if self._heap is not None:
+            self._heap.keep()
+
     def write_chunk(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int, backend: str = "auto"
     ) -> None:
-        if self._heap is not None:
-            keep_within(self._heap)
+        self.keep_heap()
         if self.row_layers[layer] != layer:
             return
         if layer in self._windows:
@@ -222,6 +226,7 @@ class ChunkBank(Bank):
     # ---------------------------------------------------------------- forgetting
 
     def forget(self, layer: int, n: int) -> None:
+        self.keep_heap()
         rows = self.row_layers[layer]
         held = self._waiting[rows]
         if held is None or self.source is not None or self._last_reader[rows] != layer:

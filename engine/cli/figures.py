@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from engine.base.figures import brief, clock, count, human
 from engine.load.planner import Planner
 from engine.plan.filter_layers import filter_layers
+from engine.plan.free_memory import resident_bytes
 from engine.runner.state import SessionStats
 from engine.session.results import GenerationStats
 from engine.session.session import Session
@@ -75,15 +75,6 @@ def bytes_read(session: Session) -> int:
     """Return the K and V bytes that a session's decode steps have read."""
     stats = session.stats
     return stats.bytes_read_dense + stats.bytes_read_sparse
-
-
-def resident_bytes() -> int | None:
-    """Return the RAM of this process now; None where the system does not say."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
 
 
 def process_memory(planner: Planner) -> str:

@@ -204,3 +204,12 @@ def address_space_left() -> int | None:
     except (ImportError, OSError, ValueError):
         return None
     return max(0, limit - pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+def resident_bytes() -> int | None:
+    """Return the RAM of this process now; None where the system does not say."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None

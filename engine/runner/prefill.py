@@ -9,7 +9,8 @@ from functools import partial
 
 import torch
 
-from engine.bank.pool.heap import give_back, keep_within
+from engine.bank.chunk_bank import ChunkBank
+from engine.bank.pool.heap import give_back
 from engine.bank.recurrent.savepoints import Savepoints
 from engine.bank.row_origins import Span
 from engine.base.device import synchronize
@@ -57,7 +58,8 @@ def read(
             where = history.prompt_begin(start), first, last, math.inf if more else stop
             session.origins.add(first, session.method.prompt_origins(session.plan, *where))
             logits = _read_chunk(session, ids[first - start : last - start], first, stop, every)
-            _keep_to_plan(session)
+            if isinstance(session.bank, ChunkBank):
+                session.bank.keep_heap()
             seconds = time.perf_counter() - began
             eta.add(first, last, seconds)
             session.counters.count_prefill(last - first, seconds)
@@ -69,14 +71,6 @@ def read(
     if session.runner.model.device.type == "cpu" and len(ids) > size:
         give_back()  # 40 ms, of seconds
     return session.last_logits
-
-
-def _keep_to_plan(session: SessionState) -> None:
-    """Give back what a chunk of a session that forgets has left in the heap, where this is more
-    than a chunk is planned with: what the next one needs of it comes back, and no more.
-    """
-    if session.bank.forgets and session.runner.model.device.type == "cpu":
-        keep_within(session.planner.workspace)
 
 
 def _chunks(session: SessionState, start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from engine import LLM, Full, InfLLM, LMInfinite, StreamingLLM, Window
 from engine.base.errors import UsageError
-from engine.cli.figures import resident_bytes
+from engine.plan.free_memory import resident_bytes
 from engine.session.session import Session
 from tools.bench.header import commit, hardware, load
 from tools.calibrate.texts import read_text, texts_for

@@ -54,11 +54,3 @@ def give_back() -> bool:
     """
     trim = _trim()
     return trim is not None and bool(trim(0))
-
-
-def keep_within(most: int) -> None:
-    """Give back what lies free where it is more than `most` bytes: what is needed again comes back,
-    and no more.
-    """
-    if free_in_heap() > most:
-        give_back()

@@ -10,10 +10,11 @@ from typing import TextIO
 from engine.base.figures import clock, count
 from engine.chat.talk.calibrating import Calibrating, noted
 from engine.chat.talk.conversation import Conversation
-from engine.cli.figures import answer_line, bytes_read, context_used, resident_bytes, stats_text
+from engine.cli.figures import answer_line, bytes_read, context_used, stats_text
 from engine.llm import LLM
 from engine.load.pocket import DEMONSTRATION, POCKET, is_pocket
 from engine.methods.mass_meter import Watch
+from engine.plan.free_memory import resident_bytes
 from engine.sampling.params import SamplingParams
 from engine.session.results import GenerationStats, Piece
 from engine.terminal.display import Display

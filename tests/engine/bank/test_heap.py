@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from engine.bank.pool import heap
+from engine.bank.pool import heap, heap_limit
 
 # in a process of its own, whose heap keeps large blocks as glibc's own growth has it do; every
 # second one stays, so that the heap has no free end to give of itself
 FREED = """
 import ctypes
-from engine.bank.pool import heap
+from engine.bank.pool import heap, heap_limit
 from tools.common.resident import resident
 size, count = 1 << 20, 100
 ctypes.CDLL(None).mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD
@@ -39,3 +39,26 @@ def test_what_was_freed_goes_back():
 def test_another_c_library_is_left_alone(monkeypatch):
     monkeypatch.setattr(heap, "_trim", lambda: None)
     assert not heap.give_back()
+
+
+def test_a_limit_gives_back_what_has_grown_and_lies_free(monkeypatch):
+    """Resident bytes and those free in the heap, look by look, of a limit of 40."""
+    looks = (
+        (100, 0, False),  # the first says where it stands
+        (139, 90, False),  # not yet
+        (141, 39, False),  # grown, by what is in use
+        (141, 41, True),
+        (100, 90, False),  # it stands at 90, where it was left
+        (131, 90, True),
+        (60, 90, False),  # something was freed: it stands lower
+        (101, 90, True),
+        (None, 90, False),
+    )
+    given, now = [], 0
+    monkeypatch.setattr(heap_limit, "give_back", lambda: given.append(now))
+    monkeypatch.setattr(heap_limit, "resident_bytes", lambda: 90 if len(given) > before else now)
+    limit = heap_limit.HeapLimit(40)
+    for now, free, expected in looks:
+        before = len(given)
+        monkeypatch.setattr(heap_limit, "free_in_heap", lambda free=free: free)
+        assert limit.keep() == expected == (len(given) > before), now
