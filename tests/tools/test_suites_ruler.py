@@ -17,12 +17,14 @@ from engine.base.errors import UsageError
 from engine.text.tokenizer import Tokenizer
 from tests.builders import POCKET
 from tools.suites import cli
+from tools.suites.prompts.fitting import fresh
+from tools.suites.prompts.instance import prompt_ids, split_ids
 from tools.suites.report import markdown
 from tools.suites.ruler import DEFAULT, TASKS, make
 from tools.suites.ruler.chains import Chains
-from tools.suites.ruler.instance import DEPTHS, fresh, inserted, prompt_ids, split_ids
 from tools.suites.ruler.metrics import match_all, match_part
 from tools.suites.ruler.needles import noise
+from tools.suites.ruler.placing import DEPTHS, inserted
 from tools.suites.ruler.sources import _folder, texts
 from tools.suites.ruler.tasks import differs
 from tools.suites.run import Suite
@@ -264,9 +266,14 @@ def test_a_run_that_was_killed_gives_the_same_report(tmp_path, capsys, monkeypat
 
 def test_controls_stand_beside_and_a_report_says_what_it_means(tmp_path, capsys):
     names = {name for name, _, _ in cli.checked(cli.arguments(["--methods", "omnikv@6.67"]))}
-    assert names == {"full", "omnikv", "omnikv_random", "omnikv_newest", "omnikv_one"} | {
-        "oracle_omnikv"
-    }
+    assert names == {
+        "full",
+        "omnikv",
+        "omnikv_random",
+        "omnikv_newest",
+        "omnikv_one",
+        "oracle_topk",
+    } | {"oracle_omnikv"}
     record = dict(name="x", kind="share", budget=1, kept=[], task="vt", length=64, question=0)
     record |= dict(turn=1, depth=0.5, steps=0, compared=0, same=0, kl=0.0, decode_seconds=0.0)
     record |= dict(bytes_read=0, bytes_link=0, rows=0, context=0, chosen=0, prompt_seconds=0.0)

@@ -277,6 +277,12 @@ class Reader:
         if self._shared is not None:
             self._shared.close()
 
+    def ask(self, steps: bool) -> None:
+        """Have the questions of the records that follow read by the method's decode steps, or by
+        full attention.
+        """
+        self.steps = steps
+
     def records(self, variant: Variant, conversations: int) -> list[Record]:
         """Records of one variant: both turns of every conversation. Full attention must have gone
         first.

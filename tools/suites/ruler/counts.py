@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from random import Random
 from string import ascii_lowercase
 
-from tools.suites.ruler.instance import Instance, fresh
+from tools.suites.prompts.fitting import fresh
+from tools.suites.prompts.instance import Instance
 from tools.suites.ruler.sources import texts
 
 # the prompts are RULER's own (Apache-2.0)

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from engine.base.errors import UsageError
-from tools.suites.ruler.instance import Instance
+from tools.suites.prompts.instance import Instance
 
 # the prompt is RULER's own (Apache-2.0)
 RULE = (

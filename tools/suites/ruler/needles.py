@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from tools.suites.ruler.instance import Instance, between, fresh, inserted
+from tools.suites.prompts.fitting import fresh
+from tools.suites.prompts.instance import Instance
+from tools.suites.ruler.placing import between, inserted
 from tools.suites.ruler.sources import NOISE, texts
 
 # the prompts are RULER's own (Apache-2.0): one value is asked for, or several

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.base.errors import UsageError
 from engine.text.tokenizer import Tokenizer
+from tools.suites.prompts.fitting import SEED, fitted
+from tools.suites.prompts.instance import Instance
 from tools.suites.ruler.chains import Chains
 from tools.suites.ruler.counts import CommonWords, FrequentWords
 from tools.suites.ruler.documents import Documents
-from tools.suites.ruler.instance import Instance, prompt_ids
 from tools.suites.ruler.metrics import match_all, match_part
 from tools.suites.ruler.needles import Needles
 from tools.suites.ruler.sources import texts
-from tools.tasks.sample import most_pieces, seeded
 
-SEED = 42
 SHORT = 4096  # tokens below which lists of words are thinner, as published
 
 
@@ -88,21 +87,7 @@ def make(
     if task.file and task.file not in (files or {}):
         raise UsageError(f"task {name} needs a file of {task.file}: give --{task.file} FILE")
     build = task.builder(length, number, files or {})
-    made: dict[int, Instance] = {}
-
-    def tokens(pieces: int) -> int:
-        if pieces not in made:
-            source = seeded(f"ruler/{name}", seed * 100_000 + number)
-            found = build(source, pieces)
-            made[pieces] = replace(found, tokens=len(prompt_ids(tokenizer, found)))
-        return made[pieces].tokens
-
-    room = length - task.written
-    if tokens(build.least) > room:
-        raise UsageError(
-            f"task {name} needs at least {tokens(build.least) + task.written} tokens, not {length}"
-        )
-    return made[most_pieces(tokens, build.least, room)]
+    return fitted("ruler", name, build, task.written, length, number, tokenizer, seed)
 
 
 def differs(names: Sequence[str]) -> list[str]:

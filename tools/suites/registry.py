@@ -1,0 +1,113 @@
+"""The tasks that a command line names: of RULER and other synthetic suites, and of local files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from engine.base.errors import UsageError
+from engine.text.tokenizer import Tokenizer
+from tools.common.program import say
+from tools.suites.local import leval, longbench, longbench2
+from tools.suites.made import graphwalks, infinitebench
+from tools.suites.prompts.instance import asked_once
+from tools.suites.prompts.task import Prompt, Task
+from tools.suites.ruler import DEFAULT, TASKS, make
+
+# as reports call them
+TITLES = {
+    "ruler": "RULER",
+    "graphwalks": "GraphWalks",
+    "infinitebench": "InfiniteBench",
+    "longbench": "LongBench",
+    "longbench2": "LongBench v2",
+    "leval": "L-Eval",
+}
+NAMES = {  # of tasks; longbench2's are those of its file
+    "graphwalks": tuple(graphwalks.WALKS),
+    "infinitebench": tuple(infinitebench.KINDS),
+    "longbench": tuple(longbench.KINDS),
+    "longbench2": ("easy", "hard"),
+    "leval": leval.NAMES,
+}
+MADE: dict[str, Callable[[str, int], Task]] = {
+    "graphwalks": graphwalks.task,
+    "infinitebench": infinitebench.task,
+}
+FILES: dict[str, Callable[[Path, str], Task | None]] = {
+    "longbench": longbench.task,
+    "longbench2": lambda folder, name: longbench2.tasks(folder).get(name),
+    "leval": leval.task,
+}
+HELP = (
+    "RULER's by name, and a suite or one of its tasks: " + ", ".join(TITLES) + ", longbench/qasper "
+    "(default: RULER's eleven that need no file)"
+)
+
+
+def chosen(
+    words: Sequence[str], seed: int, files: Mapping[str, Path], data: Path | None
+) -> dict[str, Task]:
+    """{name: Task} of words such as "vt", "ruler", "longbench", "longbench/qasper", in their order.
+
+    files: RULER's, {"squad" | "hotpotqa": a file}; data: the folder of the suites that have files.
+    Raises UsageError for a word that names none, and for data that is not there or no such data; of
+    a whole suite those tasks are left out that have no file, and a line says which.
+    """
+    found: dict[str, Task] = {}
+    for word in words:
+        suite, _, name = word.partition("/")
+        if word in TASKS or word == "ruler":
+            for each in DEFAULT if word == "ruler" else (word,):
+                found[each] = _ruler(each, seed, files)
+        elif suite in MADE and name in ("", *NAMES[suite]):
+            for each in (name,) if name else NAMES[suite]:
+                made = MADE[suite](each, seed)
+                found[made.name] = made
+        elif suite in FILES and name in ("", *NAMES[suite]):
+            found |= {task.name: task for task in _local(suite, name, data)}
+        else:
+            known = [f"{s}/{n}" for s, names in NAMES.items() for n in names]
+            raise UsageError(
+                f"unknown task {word!r}: one of {', '.join([*TITLES, *TASKS, *known])}"
+            )
+    return found
+
+
+def _local(suite: str, name: str, data: Path | None) -> list[Task]:
+    if data is None:
+        raise UsageError(f"{suite} is read from local files: give --data FOLDER")
+    if not data.is_dir():
+        raise UsageError(f"--data: found no folder {data}, expected one with files of {suite}")
+    names = (name,) if name else NAMES[suite]
+    tasks = {each: FILES[suite](data, each) for each in names}
+    missing = [each for each, task in tasks.items() if task is None]
+    if len(missing) == len(names):
+        what = f"{name}.jsonl" if name and suite != "longbench2" else f"file of {suite}"
+        raise UsageError(
+            f"--data: found no {what} in {data} (docs/SUITES.md says where it may lie)"
+        )
+    if missing:
+        say(f"{suite}: no file of {', '.join(missing)} in {data}: left out")
+    return [task for task in tasks.values() if task is not None]
+
+
+def _ruler(name: str, seed: int, files: Mapping[str, Path]) -> Task:
+    kind = TASKS[name].file
+    if kind and kind not in files:
+        raise UsageError(f"task {name} needs a file of {kind}: give --{kind} FILE")
+    return Task("ruler", name, TASKS[name].written, partial(_ruler_prompt, name, seed, files))
+
+
+def _ruler_prompt(
+    name: str,
+    seed: int,
+    files: Mapping[str, Path],
+    tokenizer: Tokenizer,
+    length: int,
+    number: int,
+    room: int,
+) -> Prompt:
+    found = make(name, length, number, tokenizer, seed, files)
+    return asked_once(tokenizer, found, partial(TASKS[name].score, expected=found.answers))
