@@ -20,6 +20,7 @@ from tools.suites.metrics.exam import letters, number, output, topic, truth
 from tools.suites.metrics.overlap import word_f1
 from tools.suites.metrics.rouge import whole_rouge_l
 from tools.suites.prompts.cutting import head_kept, ids_of, tail_kept
+from tools.suites.prompts.instance import altered
 from tools.suites.prompts.task import Prompt, Score, Task
 
 FOLDERS = tuple(
@@ -126,7 +127,8 @@ def _prompt(
                 "question does not fit; give a model with a longer context"
             )
     if len(whole) == 1:  # where the question begins is known by another one
-        other = ids_of(tokenizer, _text(name, row, document, 0, "\n?"), True)
+        asked = altered(row["instructions"][0])
+        other = ids_of(tokenizer, _text(name, row, document, 0, asked), True)
         shared = common_start([*whole, other])
     else:
         shared = common_start(whole)

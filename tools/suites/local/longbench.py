@@ -37,15 +37,15 @@ PASSAGES = (
     "Question: {input}\nAnswer:"
 )
 BRIEF = (
-    " the question {on}as concisely as you can, using a single phrase {kind}if possible. {more}Do "
-    "not provide any explanation."
+    " the question {on}{as_}concisely as you can, using a single phrase {kind}if possible. {more}"
+    "Do not provide any explanation."
 )
 UNANSWERABLE = (
     "If the question cannot be answered based on the information in the article, write "
     '"unanswerable". If the question is a yes/no question, answer "yes", "no", or "unanswerable". '
 )
-STORY = BRIEF.format(on="{on}", kind="", more="")
-ARTICLE = BRIEF.format(on="{on}", kind="or sentence ", more=UNANSWERABLE)
+STORY = BRIEF.format(on="{on}", as_="as", kind="", more="")  # without a space, as published
+ARTICLE = BRIEF.format(on="{on}", as_="as ", kind="or sentence ", more=UNANSWERABLE)
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,8 @@ DIFFERS = (
 
 @dataclass(frozen=True)
 class Hidden:
-    """One line in noise. words: before, line, question, beginning of the answer; twice: each of the
-    five digits stands there twice. pieces: lines of noise.
+    """One line in noise. words: before, line, question, beginning of the answer; twice: five times
+    a digit of the key is doubled where it stands. pieces: lines of noise.
     """
 
     words: tuple[str, str, str, str]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from engine.base.errors import UsageError
 from engine.text.tokenizer import Tokenizer
 from tools.eval.prompts import common_start
+from tools.suites.prompts.instance import altered
 
 # (tokenizer, text, tokens it may have) -> (text, tokens that were lost)
 Cut = Callable[[Tokenizer, str, int], tuple[str, int]]
@@ -83,7 +84,7 @@ def within(
         ids = ids_of(tokenizer, kept, chat)
         if len(ids) <= room:
             start = max(0, len(kept) - max(1, len(question)))
-            other = ids_of(tokenizer, kept[:start] + "\n?", chat)
+            other = ids_of(tokenizer, kept[:start] + altered(kept[start:]), chat)
             return Fitted(ids, common_start([ids, other]), lost)
         keep = min(keep, len(tokenizer.encode(text))) - max(1, len(ids) - room)
         if keep < 2:

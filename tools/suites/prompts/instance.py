@@ -4,11 +4,14 @@ what must be in it.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from engine.text.tokenizer import Tokenizer
 from tools.eval.prompts import common_start
 from tools.suites.prompts.task import Prompt, Score
+
+WORDS = re.compile(r"\w")
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,15 @@ def prompt_ids(tokenizer: Tokenizer, instance: Instance, question: str | None = 
 def split_ids(tokenizer: Tokenizer, instance: Instance) -> tuple[list[int], list[int]]:
     """(ids up to the question, the rest): the first can be read before anything is asked."""
     whole = prompt_ids(tokenizer, instance)
-    shared = common_start([whole, prompt_ids(tokenizer, instance, "\n?")])
+    shared = common_start([whole, prompt_ids(tokenizer, instance, altered(instance.question))])
     return whole[:shared], whole[shared:]
+
+
+def altered(question: str) -> str:
+    """A question with other letters from its first one on, in the same lines: a chat template that
+    puts the last paragraph elsewhere finds the same ones.
+    """
+    return WORDS.sub(lambda found: "y" if found[0] == "x" else "x", question) + "?"
 
 
 def asked_once(tokenizer: Tokenizer, instance: Instance, score: Score) -> Prompt:
