@@ -384,6 +384,11 @@ def test_a_run_over_files_that_is_killed_gives_the_same_report(
         (label, setup): 4 for label in ("full", "omnikv 10%")
         for setup in ("dense", "sparse")
     }  # fmt: skip
+    apart = {
+        setup: [r["kl"] for r in rows if (r["setup"], r["name"]) == (setup, "omnikv")]
+        for setup in ("dense", "sparse")
+    }
+    assert sum(apart["dense"]) < sum(apart["sparse"])  # its own steps read the question
     assert Counter(r["task"] for r in rows if r["question"]) == {"leval/quality": 4}
     assert "## L-Eval, prompts cut to 300 tokens, questions read sparsely" in page
     assert "# InfiniteBench and LongBench and L-Eval" in page and "- 1 documents of quality" in page
