@@ -17,6 +17,7 @@ import pytest
 from engine.base.errors import UsageError
 from engine.text.tokenizer import Tokenizer
 from tests.builders import POCKET
+from tools.compare.run import Job
 from tools.eval.answers import AnswerFile
 from tools.suites import cli
 from tools.suites.local import leval, longbench, longbench2
@@ -424,8 +425,6 @@ def test_answers_of_another_file_or_setting_are_refused(quick, data, tmp_path, c
 def test_the_time_left_follows_what_is_done():
     tasks = chosen(["vt", "graphwalks"], 0, {}, None)
     pace, missing = Pace(tasks), {"dense": ("full", "a")}
-    from tools.compare.run import Job
-
     short, long = Job("vt", 100, 0, 1), Job("graphwalks/bfs", 1000, 0, 1)
     assert pace.expected([(short, missing)]) == 0
     pace.note(short, missing, 2.0)

@@ -60,6 +60,27 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_false",
         help="leave out what chooses by chance, the newest, one token, and oracles",
     )
+    _asked(parser)
+    add("--filters", type=int, nargs="+", help="OmniKV's filter layers (default: the model's)")
+    add("--wait", type=int, help="OmniKV's wait layers (default: the model's, else 0)")
+    add("--tail", type=int, default=64, help="newest tokens that OmniKV's layers always see")
+    add("--device", default="auto", help="auto, cpu or cuda")
+    add("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
+    add("--threads", type=int, help="CPU threads")
+    add("--minutes", type=float, help="stop at a whole prompt before so many minutes are over")
+    add(
+        "--estimate",
+        action="store_true",
+        help="time one document of each suite and length, say, and stop",
+    )
+    add("--out", type=Path, default=Path("suites-out"), help="folder (default: suites-out)")
+    add("--fresh", action="store_true", help="start over instead of going on with --out")
+    return parser.parse_args(argv)
+
+
+def _asked(parser: argparse.ArgumentParser) -> None:
+    """What is asked, and how its documents are read."""
+    add = parser.add_argument
     add("--tasks", nargs="+", default=["ruler"], metavar="TASK", help=HELP)
     add(
         "--lengths",
@@ -92,21 +113,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=SEED, help=f"of the prompts (default {SEED}, as published)")
     add("--squad", type=Path, metavar="FILE", help="SQuAD's dev-v2.0.json, for qa_1")
     add("--hotpotqa", type=Path, metavar="FILE", help="HotpotQA's distractor file, for qa_2")
-    add("--filters", type=int, nargs="+", help="OmniKV's filter layers (default: the model's)")
-    add("--wait", type=int, help="OmniKV's wait layers (default: the model's, else 0)")
-    add("--tail", type=int, default=64, help="newest tokens that OmniKV's layers always see")
-    add("--device", default="auto", help="auto, cpu or cuda")
-    add("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
-    add("--threads", type=int, help="CPU threads")
-    add("--minutes", type=float, help="stop at a whole prompt before so many minutes are over")
-    add(
-        "--estimate",
-        action="store_true",
-        help="time one document of each suite and length, say, and stop",
-    )
-    add("--out", type=Path, default=Path("suites-out"), help="folder (default: suites-out)")
-    add("--fresh", action="store_true", help="start over instead of going on with --out")
-    return parser.parse_args(argv)
 
 
 def checked(args: argparse.Namespace) -> list[tuple[str, str, float]]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
+from tools.compare.run import Job
 from tools.suites.prompts.task import Task
-
-if TYPE_CHECKING:
-    from tools.compare.run import Job
 
 CHARACTERS = 3.0  # a token of a local file, about: what counts is how rows compare
 Missing = Mapping[str, tuple[str, ...]]  # setup -> labels of methods that have not answered
