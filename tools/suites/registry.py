@@ -15,6 +15,7 @@ from tools.suites.prompts.instance import asked_once
 from tools.suites.prompts.task import Prompt, Task
 from tools.suites.ruler import DEFAULT, TASKS, make
 
+Found = dict[str, Task]
 # as reports call them
 TITLES = {
     "ruler": "RULER",
@@ -24,7 +25,7 @@ TITLES = {
     "longbench2": "LongBench v2",
     "leval": "L-Eval",
 }
-NAMES = {  # of tasks; longbench2's are those of its file
+NAMES = {  # of tasks
     "graphwalks": tuple(graphwalks.WALKS),
     "infinitebench": tuple(infinitebench.KINDS),
     "longbench": tuple(longbench.KINDS),
@@ -35,10 +36,17 @@ MADE: dict[str, Callable[[str, int], Task]] = {
     "graphwalks": graphwalks.task,
     "infinitebench": infinitebench.task,
 }
-FILES: dict[str, Callable[[Path, str], Task | None]] = {
-    "longbench": longbench.task,
-    "longbench2": lambda folder, name: longbench2.tasks(folder).get(name),
-    "leval": leval.task,
+
+
+def _each(task: Callable[[Path, str], Task | None]) -> Callable[[Path, Sequence[str]], Found]:
+    return lambda folder, names: {n: found for n in names if (found := task(folder, n))}
+
+
+# (folder, names) -> {name: Task} of those that have a file
+FILES: dict[str, Callable[[Path, Sequence[str]], Found]] = {
+    "longbench": _each(longbench.task),
+    "longbench2": longbench2.tasks,
+    "leval": _each(leval.task),
 }
 HELP = (
     "RULER's by name, and a suite or one of its tasks: " + ", ".join(TITLES) + ", longbench/qasper "
@@ -81,16 +89,15 @@ def _local(suite: str, name: str, data: Path | None) -> list[Task]:
     if not data.is_dir():
         raise UsageError(f"--data: found no folder {data}, expected one with files of {suite}")
     names = (name,) if name else NAMES[suite]
-    tasks = {each: FILES[suite](data, each) for each in names}
-    missing = [each for each, task in tasks.items() if task is None]
-    if len(missing) == len(names):
+    found = FILES[suite](data, names)
+    if not found:
         what = f"{name}.jsonl" if name and suite != "longbench2" else f"file of {suite}"
         raise UsageError(
             f"--data: found no {what} in {data} (docs/SUITES.md says where it may lie)"
         )
-    if missing:
+    if missing := [each for each in names if each not in found]:
         say(f"{suite}: no file of {', '.join(missing)} in {data}: left out")
-    return [task for task in tasks.values() if task is not None]
+    return list(found.values())
 
 
 def _ruler(name: str, seed: int, files: Mapping[str, Path]) -> Task:

@@ -5,6 +5,7 @@ middle and its way to find the letter, over a local file (a JSON list, or JSON l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,16 +30,18 @@ WRITTEN = 128
 DIFFERS = ("answers are greedy (the original: temperature 0.1)",)
 
 
-def tasks(folder: Path) -> dict[str, Task]:
-    """{name: Task} by difficulty; empty where the folder has no file of it. Raises UsageError for a
-    file that cannot be read or a row without a field.
+def tasks(folder: Path, levels: Sequence[str]) -> dict[str, Task]:
+    """{name: Task} of these difficulties; empty where the folder has no file of it. Raises
+    UsageError for a file that cannot be read or a row without a field.
     """
     path = next((p for name in NAMES if (p := find(folder, FOLDERS, name))), None)
     if path is None:
         return {}
     table, found = read(path, FIELDS), {}
-    for level in dict.fromkeys(row["difficulty"] for row in table.rows):
+    for level in levels:
         part = Table(path, [r for r in table.rows if r["difficulty"] == level], table.digest)
+        if not part.rows:
+            continue
         found[level] = Task(
             "longbench2",
             f"longbench2/{level}",
