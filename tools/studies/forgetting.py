@@ -103,9 +103,13 @@ def ends(
     are kept. The first two end a chunk before the third, and before that, where these stores are
     what is large; early, at their budget, where the rows are that wait for the third one's cut.
     """
-    late = max(1, tokens - 2 * chunk), max(2, tokens - chunk), tokens
-    if not isinstance(method, Evicting) or method.waiting(tokens) < tokens:
+    waits = method.waiting(tokens) if isinstance(method, Evicting) else 0
+    # a segment that has begun, in the last of them too
+    last = chunk if waits >= tokens else max(chunk, waits)
+    late = max(1, tokens - last - chunk), max(2, tokens - last), tokens
+    if waits < tokens:
         return late  # cut as it is read, or a text alone
+    assert isinstance(method, Evicting)
     rows = tokens * len(config.keeping_layers) * config.kv_bytes(itemsize)
     point = method.point_bytes(method.plan(config), config, itemsize, tokens)
     if (STORES + 1) * point > rows:
