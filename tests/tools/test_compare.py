@@ -14,6 +14,7 @@ import torch
 
 from engine import LLM, Full
 from engine.base.errors import SettingError, UsageError
+from tests.builders import tiny_llm
 from tools.compare import bytes as compare_bytes
 from tools.compare import claims
 from tools.compare import cli as compare
@@ -119,7 +120,12 @@ def test_methods_and_budgets_that_are_asked_for():
         ("omnikv", "mem", 50.0),
     ]
     assert wanted(["quest@r20"], [3], [75])[1:] == [("quest", "read", 20.0)]
+    assert wanted(["omnikv@t128"], [3], [75])[1:] == [("omnikv", "tokens", 128.0)]
     for words in (
+        ["omnikv@t"],
+        ["omnikv@t0"],
+        ["omnikv@t1.5"],
+        ["omnikv@tnan"],
         ["nothing"],
         ["omnikv@"],
         ["omnikv@x"],
@@ -131,6 +137,19 @@ def test_methods_and_budgets_that_are_asked_for():
     ):
         with pytest.raises(UsageError):
             wanted(words, [3], [])
+
+
+def test_a_budget_in_tokens_is_the_same_at_every_length():
+    """Also of those who choose and of those who evict; one as long as the session is refused."""
+    llm = tiny_llm(Full())
+    names = wanted(["omnikv@t40,t2048", "h2o@t40", "snapkv@t40"], [3], [], controls=True)
+    for length in (300, 901):
+        found = {v.label: v for v in variants(Facts(llm, length, (1, 4), 0), names)}
+        for name in ("omnikv", "omnikv_random", "oracle_omnikv", "h2o", "random_eviction_all"):
+            method = found[f"{name} 40 tokens"].method
+            assert (method.tokens, method.share) == (40, None)
+        assert found["omnikv 2,048 tokens"].method is None
+        assert f"a session of {length:,} tokens" in found["omnikv 2,048 tokens"].why
 
 
 def test_every_method_of_the_engine_can_be_compared():

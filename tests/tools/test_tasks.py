@@ -102,6 +102,22 @@ def test_two_stage_is_arithmetic_and_a_dictionary():
                 )
 
 
+def test_two_stage_as_the_paper_makes_it():
+    """200 entries at most in a row from 0, addends over the whole of [0, key], not 1 to 20."""
+    firsts = []
+    for seed in range(60):
+        sample = make_sample("two_stage_paper", 3000, words, seed)
+        a, b = map(int, re.match(r"(\d+) \+ (\d+) = \?", sample.questions[0]).groups())
+        table = re.findall(r"^(\d+): (\w+)$", sample.document, re.M)
+        assert [int(key) for key, _ in table] == list(range(200))
+        assert sample.answers[0] == f"{a} + {b} = {a + b}, the corresponding color is " + dict(
+            table
+        ).get(str(a + b), "")
+        firsts.append((a, b))
+    assert sum(b > 20 for _, b in firsts) > 30
+    assert 0.35 < sum(a / max(1, a + b) for a, b in firsts) / 60 < 0.65
+
+
 def test_chains_walk_down_to_a_number():
     for seed in range(10):
         sample = make_sample("chains", 800, words, seed, 5)

@@ -220,7 +220,9 @@ def _bound_check(records, name, h2o):
     """The bound of a control, at H2O's lengths and budgets: it fails where it is above one of them
     for sure.
     """
-    found = _two_stage(records, lambda r: r["name"] == name and r["kind"] != "mem")
+    found = _two_stage(
+        records, lambda r: r["name"] == name and r["kind"] in ("share", "read", "none")
+    )
     pairs = [
         (row, other["budget"] / 100)
         for row in found

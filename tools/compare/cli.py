@@ -33,11 +33,12 @@ EPILOG = """methods:
 {methods}
 A method's budgets are --shares and --mem, or those after an @: omnikv@3,10 is 3% and 10% of the
 prompt's tokens, omnikv@30,m75 is 30% of the tokens and 75% of full attention's bytes; quest@r20 is
-the budget at which a step reads 20% of full attention's bytes, its index included. The report
-names a budget that a method cannot reach, with the reason. Beside OmniKV run its controls, which
-read what it reads and do not choose: a claim that they satisfy too is not tested by this model.
-Beside methods that evict run random_eviction_all, which evicts by chance, and random_eviction,
-which does so in the answer alone. At a budget of resident bytes what evicts forgets the rest.
+the budget at which a step reads 20% of full attention's bytes, its index included; omnikv@t128 is
+128 tokens at every length. The report names a budget that a method cannot reach, with the reason.
+Beside OmniKV run its controls, which read what it reads and do not choose: a claim that they
+satisfy too is not tested by this model. Beside methods that evict run random_eviction_all, which
+evicts by chance, and random_eviction, which does so in the answer alone. At a budget of resident
+bytes what evicts forgets the rest.
 
 examples:
   python -m tools.compare --minutes 30                               the shipped model, half an hour

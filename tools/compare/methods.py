@@ -60,6 +60,7 @@ from engine.methods.registry import methods
 from engine.plan.layers import LayerPlan
 from tools.banks.registry import shown
 from tools.compare.at_read import at_read
+from tools.compare.at_tokens import at_tokens
 from tools.compare.build import (
     Entry,
     Facts,
@@ -110,7 +111,7 @@ class Variant:
     """One column: a method at one budget, for documents of one length.
 
     kind: "share" (of the tokens), "mem" (of the resident bytes), "read" (of the bytes that a step
-    reads) or "none"; budget in per cent;
+    reads), "tokens" or "none"; budget in per cent, or in tokens;
     method: None where the budget cannot be reached, and `why` says the reason; alias: the label of
     an earlier variant that is the same method; kept: layers that attend to everything beside those
     of the method (`--dense-layers-kept`); bank: what it runs over (`--bank`; "": floats).
@@ -127,11 +128,12 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Name in tables: "h2o 10%", "omnikv Mem 75%", "quest Read 20%", "full", "h2o 10% +dense
-        0-2", "full on kivi2 (simulated)".
+        """Name in tables: "h2o 10%", "omnikv Mem 75%", "quest Read 20%", "omnikv 2,048 tokens",
+        "full", "h2o 10% +dense 0-2", "full on kivi2 (simulated)".
         """
         words = {"none": "", "share": " ", "mem": " Mem ", "read": " Read "}
         budget = {kind: word and f"{word}{self.budget:g}%" for kind, word in words.items()}
+        budget["tokens"] = f" {self.budget:,.0f} tokens"
         kept = f" +dense {spans(self.kept)}" if self.kept else ""
         return (
             self.name + budget[self.kind] + kept + (f" on {shown(self.bank)}" if self.bank else "")
@@ -612,8 +614,8 @@ def spans(layers: Sequence[int]) -> str:
 def wanted(
     words: Sequence[str], shares: Sequence[float], mems: Sequence[float], controls: bool = False
 ) -> list[tuple[str, str, float]]:
-    """[(name, kind, budget)] for words such as "t1", "quest", "others@30", "omnikv@3,6.67,m75":
-    shares and resident bytes in per cent.
+    """[(name, kind, budget)] for words such as "t1", "quest", "others@30", "omnikv@3,6.67,m75",
+    "omnikv@t2048": shares and resident bytes in per cent, tokens by their number.
 
     "full" comes first whether asked for or not; "t1" and "omnikv" without an @ include the share of
     the first hypothesis. controls: beside OmniKV and what evicts, at their budgets; and beside what
@@ -637,13 +639,13 @@ def wanted(
                 budgets.append(("share", PAPER_SHARE))
             for kind, value in sorted(set(budgets), key=lambda b: (b[0] == "mem", b[1])):
                 if kind != "mem" or entry.at_bytes is not None:
-                    found[name, kind, checked(value)] = None
+                    found[name, kind, checked(value, kind)] = None
     beside = [(kind, value) for name, kind, value in found if name == "omnikv" and controls]
     for control in CONTROLS if beside else ():
         for budget in beside if REGISTRY[control].budget else [("none", 100.0)]:
             found[(control, *budget)] = None
     for name, kind, value in list(found) if controls else ():
-        if entry_of(name).oracle and kind in ("share", "read"):
+        if entry_of(name).oracle and kind in ("share", "read", "tokens"):
             found[entry_of(name).oracle, kind, value] = None
     for name, *budget in list(found) if controls else ():
         if entry_of(name).evicts and name != PROMPT_KEPT:
@@ -655,20 +657,25 @@ def wanted(
 def _budgets(word: str, text: str) -> list[tuple[str, float]]:
     out = []
     for part in text.split(","):
-        kind = {"m": "mem", "r": "read"}.get(part[:1], "share")
+        kind = {"m": "mem", "r": "read", "t": "tokens"}.get(part[:1], "share")
         digits = part if kind == "share" else part[1:]
         try:
             out.append((kind, float(digits)))
         except ValueError:
             raise UsageError(
                 f"{word}: found the budget {part!r}, expected per cent such as 30 (of the "
-                "tokens), m30 (of the resident bytes) or r30 (of the bytes that a step reads)"
+                "tokens), m30 (of the resident bytes) or r30 (of the bytes that a step reads), or "
+                "tokens such as t2048"
             ) from None
     return out
 
 
-def checked(value: float) -> float:
-    """A budget in per cent, or UsageError."""
+def checked(value: float, kind: str = "share") -> float:
+    """A budget in per cent, or in tokens, or UsageError."""
+    if kind == "tokens":
+        if not (math.isfinite(value) and value >= 1 and value == int(value)):
+            raise UsageError(f"budget: found t{value:g}, expected whole tokens, 1 at least")
+        return float(value)
     if not (math.isfinite(value) and 0 < value <= 100):
         raise UsageError(f"budget: found {value:g}, expected per cent above 0 and at most 100")
     return float(value)
@@ -706,6 +713,8 @@ def built(facts: Facts, variant: Variant) -> Method | str:
     entry, part = variant.entry, variant.budget / 100
     if variant.kind == "read":
         return at_read(facts, entry, part)
+    if variant.kind == "tokens":
+        return at_tokens(facts, entry, int(variant.budget))
     build = entry.at_bytes if variant.kind == "mem" else entry.build
     assert build is not None  # `wanted` asks for no other budgets
     made: Method | str = build(facts, part)

@@ -15,10 +15,11 @@ RULES = (
 # keys 0..999: at most three digits; longer documents carry unrelated sentences before the
 # dictionary
 MAX_KEYS = 1000
+PAPER_KEYS = 200  # as many as the paper's own dictionaries have at most
 
 
-def _dictionary(rng: Random, pieces: int) -> tuple[Draft, int, list[str]]:
-    keys = min(pieces, MAX_KEYS)
+def _dictionary(rng: Random, pieces: int, most: int = MAX_KEYS) -> tuple[Draft, int, list[str]]:
+    keys = min(pieces, most)
     colors = [rng.choice(COLORS) for _ in range(keys)]
     start = pieces - keys
     draft = Draft(head=RULES, pieces=[filler(rng) + "\n" for _ in range(start)])
@@ -31,36 +32,50 @@ def _addends(rng: Random, total: int) -> tuple[int, int]:
     return total - b, b
 
 
+def _keys(rng: Random, pieces: int, keys: int, questions: int, depth: float | None) -> list[int]:
+    """Keys that are asked for; `depth` is one in the whole document."""
+    if depth is not None:
+        depth = max(0.0, (depth * (pieces - 1) - (pieces - keys)) / max(1, keys - 1))
+    return slots(rng, keys, questions, depth)
+
+
+def _ask(draft: Draft, start: int, colors: list[str], a: int, b: int) -> None:
+    """Ask for the sum first, then for its color."""
+    key = a + b
+    draft.ask(
+        f"{a} + {b} = ? Please print the sum first, and then the corresponding color.",
+        f"{a} + {b} = {key}, the corresponding color is {colors[key]}",
+        f"{key}, the corresponding color is {colors[key]}",
+        [start + key],
+    )
+
+
 def two_stage(rng: Random, pieces: int, questions: int, depth: float | None) -> Draft:
     """2StageRetr with chain of thought: print the sum first, then the color. Addends 1..20 (b), a =
     key - b.
     """
     draft, start, colors = _dictionary(rng, pieces)
-    depth_in = (
-        None
-        if depth is None
-        else max(0.0, (depth * (pieces - 1) - start) / max(1, len(colors) - 1))
-    )
-    for key in slots(rng, len(colors), questions, depth_in):
-        a, b = _addends(rng, key)
-        draft.ask(
-            f"{a} + {b} = ? Please print the sum first, and then the corresponding color.",
-            f"{a} + {b} = {key}, the corresponding color is {colors[key]}",
-            f"{key}, the corresponding color is {colors[key]}",
-            [start + key],
-        )
+    for key in _keys(rng, pieces, len(colors), questions, depth):
+        _ask(draft, start, colors, *_addends(rng, key))
+    return draft
+
+
+def two_stage_paper(rng: Random, pieces: int, questions: int, depth: float | None) -> Draft:
+    """2StageRetr as the OmniKV paper makes it (its appendix A): at most 200 entries, 23 colors, the
+    key uniform, the first addend uniform from 0 to the key. A longer document has sentences before.
+    The paper's own wording is not at hand: the words are two_stage's.
+    """
+    draft, start, colors = _dictionary(rng, pieces, PAPER_KEYS)
+    for key in _keys(rng, pieces, len(colors), questions, depth):
+        a = rng.randint(0, key)
+        _ask(draft, start, colors, a, key - a)
     return draft
 
 
 def two_stage_direct(rng: Random, pieces: int, questions: int, depth: float | None) -> Draft:
     """2StageRetr without chain of thought: the color only."""
     draft, start, colors = _dictionary(rng, pieces)
-    depth_in = (
-        None
-        if depth is None
-        else max(0.0, (depth * (pieces - 1) - start) / max(1, len(colors) - 1))
-    )
-    for key in slots(rng, len(colors), questions, depth_in):
+    for key in _keys(rng, pieces, len(colors), questions, depth):
         a, b = _addends(rng, key)
         draft.ask(
             f"{a} + {b} = ? Please print the corresponding color directly.",
@@ -154,6 +169,13 @@ TASKS = [
         "two_stage_direct",
         "2StageRetr without chain of thought",
         two_stage_direct,
+        3,
+        trained=False,
+    ),
+    Task(
+        "two_stage_paper",
+        "2StageRetr as the OmniKV paper makes it: 200 entries at most, uniform addends",
+        two_stage_paper,
         3,
         trained=False,
     ),
