@@ -91,9 +91,9 @@ def kept(mass: torch.Tensor, lost: torch.Tensor, pointed: torch.Tensor, heads: i
     return torch.triu(1 - lost / heads - DIFFUSE * (1 - share) * (1 - mass), 1)
 
 
-def softmax_rows(q: torch.Tensor, bank: Bank, layer: int, n: int, scale: float) -> torch.Tensor:
-    """Softmax of one query over rows 0 .. n-1 of a layer. q [H, D] -> float32 [H, n]; K is read in
-    blocks.
+def logits_rows(q: torch.Tensor, bank: Bank, layer: int, n: int, scale: float) -> torch.Tensor:
+    """Scaled products of one query with rows 0 .. n-1 of a layer. q [H, D] -> float32 [H, n]; K is
+    read in blocks.
     """
     logits = []
     for _, k, _ in bank.blocks(layer, 0, n):
@@ -102,7 +102,12 @@ def softmax_rows(q: torch.Tensor, bank: Bank, layer: int, n: int, scale: float) 
             torch.matmul(q.float().view(heads.shape[0], -1, q.shape[-1]), heads.transpose(1, 2))
             * scale
         )
-    return torch.softmax(torch.cat(logits, dim=-1), dim=-1).flatten(0, 1)
+    return torch.cat(logits, dim=-1).flatten(0, 1)
+
+
+def softmax_rows(q: torch.Tensor, bank: Bank, layer: int, n: int, scale: float) -> torch.Tensor:
+    """Softmax of one query over rows 0 .. n-1 of a layer. q [H, D] -> float32 [H, n]."""
+    return torch.softmax(logits_rows(q, bank, layer, n, scale), dim=-1)
 
 
 def top_rows(scores: torch.Tensor, stop: int, k: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ CORE = ROOT / "tests" / "core.json"
 FLOORS = (
     ("tools.studies",),
     ("tools.check_gpu",),
+    ("tools.paper",),
     ("tools.fidelity", "tools.suites"),
     ("tools.compare", "tools.gpu", "tools.families", "tools.speed"),
     ("tools.banks", "tools.bench", "tools.real_model"),

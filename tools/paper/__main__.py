@@ -1,0 +1,7 @@
+"""`python -m tools.paper`."""
+
+import sys
+
+from tools.paper.cli import main
+
+sys.exit(main())

@@ -1,0 +1,55 @@
+"""Figure 7 of the OmniKV paper: needles by depth and length under OmniKV whose bank is in host
+memory, also where full attention on the device does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine import LLM, Full, OmniKV
+from engine.base.errors import EngineError
+from engine.methods.base import Method
+from engine.methods.controls.controls import OmniKVRandom
+from tools.eval.answers import Record
+from tools.eval.cli import answer
+from tools.eval.prompts import answer_text
+from tools.paper.meters.answers import asked
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+TOKENS = 1024  # the paper's budget; a shorter prompt's is a fifteenth of it
+ROOM = 48  # tokens of an answer, at most
+
+
+def planned(filters: Sequence[int] | None) -> OmniKV:
+    """The method that the model is loaded for."""
+    return OmniKV(filter_layers=tuple(filters) if filters else None, tokens=TOKENS, dense_below=0)
+
+
+def measure(llm: LLM, number: int, length: int) -> list[Record]:
+    """Records of one needle: 100 or 0 for full attention on the device where it fits, OmniKV over
+    the host and tokens by chance over the host.
+    """
+    depth = DEPTHS[number % len(DEPTHS)]
+    prompt = asked(llm, "needle", length, number, depth)
+    method = llm.planner.options.method
+    assert isinstance(method, OmniKV)
+    own = dict(filter_layers=method.filter_layers, tokens=max(1, min(TOKENS, length // 15)))
+    columns: dict[str, tuple[Method, str]] = {
+        "full on the device": (Full(), "device"),
+        "omnikv on the host": (OmniKV(dense_below=0, **own), "host"),
+        "omnikv_random on the host": (OmniKVRandom(dense_below=0, **own), "host"),
+    }
+    out: list[Record] = []
+    for name, (chosen, place) in columns.items():
+        try:
+            session = llm.session(chosen, max_context=len(prompt.ids) + ROOM, offload=place)
+        except EngineError:
+            if place == "host":
+                raise
+            continue  # what does not fit on the device has no row
+        with session:
+            tokens = answer(session, prompt.ids, ROOM, place == "host")
+        right = 100.0 * (prompt.exact in answer_text(llm.tokenizer, tokens))
+        for column in (f"depth {100 * depth:.0f}%", "all"):
+            out.append({"method": name, "column": column, "value": right})
+    return out
