@@ -47,6 +47,8 @@ class SummedRuntime(Runtime):
 
     def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         stop = start + q.shape[1]
+        if stop <= len(self.sums[layer]):  # the last layer, once more for the newest token
+            return super().attend_prompt(layer, q, bank, start)
         k = torch.cat([k[0] for _, k, _ in bank.blocks(layer, 0, stop)], dim=1)
         found = column_sums(q[0], k, start, self.scale, softmax=self.softmax[layer]).sum((0, 1))
         found = found.double().cpu()

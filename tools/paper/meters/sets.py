@@ -36,8 +36,8 @@ class SetMeter:
         """Full attention of one layer; first notes its choice."""
         if layer == 0:
             self.sets.append([])
-        weights = self._weights(layer, q, step)
-        self.sets[-1].append(top_rows(weights, self.prompt, self.k))
+        ranked, weights = self._weights(layer, q, step)
+        self.sets[-1].append(top_rows(ranked, self.prompt, self.k))
         for below, rows in enumerate(self.sets[-1]):
             self.mass[below, layer] += float(weights[rows].sum())
         self.newest[layer] += float(weights[-self.k :].sum())
@@ -47,14 +47,19 @@ class SetMeter:
         """No layer has a window (tools.paper.meters.answers.plain_layers)."""
         raise AssertionError(f"layer {layer} has a window")
 
-    def _weights(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
-        """Float32 [prompt], which sum to one."""
+    def _weights(
+        self, layer: int, q: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what ranks, weights that sum to one), float32 [prompt] each: weights that are too small
+        for a float still have a rank.
+        """
         n = int(step.visible[0])
         logits = logits_rows(q[0, -1], step.bank, layer, n, self.inner.scale)
         if self.scores == "logits":
-            return torch.softmax(logits[:, : self.prompt].amax(0), dim=-1)
+            ranked = logits[:, : self.prompt].amax(0)
+            return ranked, torch.softmax(ranked, dim=-1)
         highest = torch.softmax(logits, dim=-1)[:, : self.prompt].amax(0)
-        return highest / highest.sum()
+        return highest, highest / highest.sum()
 
     def mean_mass(self) -> torch.Tensor:
         """float64 [L, L]: the mean over steps; 0 where j < i."""
