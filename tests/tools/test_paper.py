@@ -7,6 +7,7 @@ generated tokens, column sums of one chunk only.
 """
 
 import json
+import sys
 
 import pytest
 import torch
@@ -22,12 +23,15 @@ from tools.paper.meters.answers import asked, follow
 from tools.paper.meters.heavy import HeavyMeter, Summed
 from tools.paper.meters.sets import SetMeter
 from tools.paper.papers import TABLES, adakv, infllm, omnikv, pod
+from tools.paper.pictures import cli as pictures
+from tools.paper.pictures import draw
 from tools.paper.programs import argv_of, at_depth
 from tools.paper.report import markdown
 from tools.paper.table import Command, Table
 from tools.paper.values import Value
 from tools.tasks import TASKS
 
+PICTURE = "--length 200 --steps 3 --share 10 --layers 1 3 --threads 1 --dtype float32".split()
 SMALL = "--length 240 --limit 1 --threads 1 --dtype float32 --device cpu".split()
 
 
@@ -298,3 +302,56 @@ def test_heavy_hitters_are_by_the_sums_of_all_queries(length):
             outside = 1 - float(weights[:, rows].sum(-1).mean())
             assert found[layer][0] == pytest.approx(outside, abs=1e-4)
             assert found[layer][2] <= found[layer][0] + 1e-9  # its own best loses least
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def test_pictures_have_their_figures_beside_them(tmp_path, capsys, tiny):
+    pytest.importorskip("matplotlib", reason="pictures need it, their JSON does not")
+    assert pictures.main(["--model", str(tiny), *PICTURE, "--out", str(tmp_path)]) == 0
+    for name in ("layers", "steps", "depth"):
+        assert (tmp_path / f"{name}.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_the_figures_of_a_picture(tmp_path, capsys, tiny, monkeypatch):
+    """Of a file that is longer than asked; without matplotlib it says so and has them all."""
+    file = tmp_path / "text.txt"
+    file.write_text("The river is long. A boat went down it. " * 90)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    words = ["--model", str(tiny), *PICTURE, "--prompt", str(file), "--out", str(tmp_path / "p")]
+    assert pictures.main(words) == 0
+    assert "matplotlib is not installed" in capsys.readouterr().err
+    data = json.loads((tmp_path / "p" / "attention.json").read_text())
+    layers, mass = torch.tensor(data["between_layers"]), torch.tensor(data["mass"])
+    assert data["tokens"] == 200 and data["chosen"] == 20 and data["layers"] == [1, 3]
+    assert torch.equal(layers, layers.T) and torch.allclose(layers.diagonal(), torch.ones(6))
+    steps = torch.tensor(data["between_steps"]["3"])
+    assert steps.shape == (data["steps"],) * 2 and torch.allclose(steps.diagonal(), torch.ones(1))
+    assert torch.equal(mass, mass.triu()) and bool((mass <= 1 + 1e-6).all())
+    own = mass.diagonal()  # no choice of as many tokens keeps more of a layer's attention
+    assert bool((mass <= own + 1e-6).all()) and bool((own >= data["chance"]).all())
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--share", "0"], "--share"),
+        (["--steps", "0"], "--steps"),
+        (["--layers", "9"], "--layers"),
+        (["--prompt", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_bad_numbers_of_a_picture_are_refused(flags, word, tmp_path, capsys, tiny):
+    assert pictures.main(["--model", str(tiny), "--out", str(tmp_path), *flags]) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_labels_at_the_ends_of_lines_keep_apart():
+    for heights in ([0.5] * 6, [1.0, 0.99, 0.98, 0.2], [0.0, 0.01, 0.9]):
+        places = draw._apart(heights)
+        gaps = [b - a for a, b in zip(sorted(places), sorted(places)[1:])]
+        assert min(gaps) >= 0.055 - 1e-9 and max(places) <= 1 + 1e-9
+        assert sorted(range(len(heights)), key=lambda i: (heights[i], i)) == sorted(
+            range(len(heights)), key=lambda i: (places[i], i)
+        )
