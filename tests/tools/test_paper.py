@@ -17,7 +17,7 @@ from tests.builders import random_ids, tiny_llm
 from tests.tools.test_calibrate import all_queries
 from tools.common.program import POCKET
 from tools.compare.methods import entry_of, wanted
-from tools.paper import cli, values
+from tools.paper import cli, suites, values
 from tools.paper.lines import run as lines
 from tools.paper.meters.answers import asked, follow
 from tools.paper.meters.heavy import HeavyMeter, Summed
@@ -102,7 +102,7 @@ def test_the_list_and_bad_flags(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("table1", "give --data DIR with LongBench: NAME.jsonl"),
+        ("table1", "LongBench's files"),
         ("table9", "405 billion weights"),
         ("table10", "needs several cards"),
         ("table13", "not measured: no card here"),
@@ -164,6 +164,20 @@ def test_a_commands_own_flags_come_last(tmp_path):
     args.estimate = True
     module, flags = argv_of(args, TABLES["table2"], TABLES["table2"].commands[0], tmp_path)
     assert flags[flags.index("--lengths") + 1] == "131072" and "--estimate" in flags
+
+
+def test_a_suite_says_what_it_lacks_and_its_groups_are_means(tmp_path, monkeypatch):
+    monkeypatch.setattr(suites, "readable", lambda: {"longbench"})
+    assert "no files here; give --data DIR" in suites.missing("longbench", None)
+    assert "no .jsonl file below" in suites.missing("longbench", tmp_path)
+    assert "does not read L-Eval's files" in suites.missing("leval", tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "lcc.jsonl").touch()
+    assert suites.missing("longbench", tmp_path) == ""
+    found = suites.grouped({"longbench/lcc": 40.0, "longbench/repobench-p": 50.0, "qasper": 9.0})
+    assert found == {"single-doc": 9.0, "code": 45.0}
+    every = {name: 10.0 for names in suites.GROUPS.values() for name in names}
+    assert suites.grouped(every)["average"] == 10.0 and len(suites.grouped(every)) == 7
 
 
 # ---------------------------------------------------------------- runs

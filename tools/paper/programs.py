@@ -56,14 +56,18 @@ def _common(args: argparse.Namespace) -> list[str]:
     return found + (["--threads", str(args.threads)] if args.threads else [])
 
 
-def _asks(count: str) -> Callable[[argparse.Namespace, Table, Path], list[str]]:
-    def flags(args: argparse.Namespace, table: Table, folder: Path) -> list[str]:
-        numbers = [str(n) for n in lengths_of(args, table)]
-        found = [*_common(args), "--out", str(folder), count, str(limit_of(args, table))]
-        filters = ["--filters", *map(str, args.filters)] if args.filters else []
-        return [*found, "--lengths", *numbers, *filters]
+def _suites(args: argparse.Namespace, table: Table, folder: Path) -> list[str]:
+    """Local files have their own lengths: --length cuts their prompts."""
+    found = [*_common(args), "--out", str(folder), "--samples", str(limit_of(args, table))]
+    found += ["--max-length", str(max(args.length))] if args.length else []
+    return found + (["--filters", *map(str, args.filters)] if args.filters else [])
 
-    return flags
+
+def _asks(args: argparse.Namespace, table: Table, folder: Path) -> list[str]:
+    numbers = [str(n) for n in lengths_of(args, table)]
+    found = [*_common(args), "--out", str(folder), "--answers", str(limit_of(args, table))]
+    filters = ["--filters", *map(str, args.filters)] if args.filters else []
+    return [*found, "--lengths", *numbers, *filters]
 
 
 def _bench(args: argparse.Namespace, table: Table, folder: Path) -> list[str]:
@@ -88,8 +92,8 @@ def _prefill(args: argparse.Namespace, table: Table, folder: Path) -> list[str]:
 
 SHAPES = ("llama-3-8b", "llama-3.2-1b", "pocket", "160m")  # whose time random weights take too
 PROGRAMS = {
-    "compare": Program("compare", _asks("--answers")),
-    "suites": Program("suites", _asks("--samples")),
+    "compare": Program("compare", _asks),
+    "suites": Program("suites", _suites),
     "bench": Program("bench", _bench, goes_on=False),
     "prefill": Program("studies.prefill.table", _prefill, goes_on=False),
 }

@@ -12,6 +12,7 @@ import torch
 from engine import LLM
 from tools.bench import header
 from tools.common.program import model_label, replace_json, replace_text
+from tools.paper.lines import needles
 from tools.paper.lines.run import LINES, run_line
 from tools.paper.programs import at_depth, lengths_of, limit_of, run_command
 from tools.paper.report import markdown
@@ -103,10 +104,12 @@ def with_data(args: argparse.Namespace, table: Table, command: Command) -> Comma
     """A command of a suite with its name and its files."""
     if not table.suite:
         return command
-    flags = f"--suite {table.suite} --data {args.data} {command.flags}"
+    flags = f"--tasks {table.suite} --data {args.data} {command.flags}"
     return Command(command.program, flags, command.label)
 
 
 def _of_line(args: argparse.Namespace, table: Table, folder: Path) -> list[Value]:
     records = run_line(args, table, LINES[table.line], folder)
+    if table.line == "needles" and not args.estimate:
+        needles.picture(records, folder / "depth.png")
     return [] if args.estimate else means(records)

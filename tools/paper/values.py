@@ -15,6 +15,7 @@ from tools.compare.stats import cells, pooled, reads
 from tools.eval.answers import AnswerFile, Record
 from tools.eval.report import wilson
 from tools.paper.programs import TIMED
+from tools.paper.suites import grouped
 from tools.paper.table import Command, Table
 
 
@@ -60,6 +61,9 @@ def _scores(table: Table, command: Command, folder: Path) -> list[Value]:
         column = f"{row['task']} at {row['length']:,}" if several else row["task"]
         score, low, high = (100 * row[name] for name in ("accuracy", "low", "high"))
         out.append(Value(method, column, score, low, high, row["asked"], reads(row)))
+    for method in dict.fromkeys(v.method for v in out) if table.suite == "longbench" else ():
+        own_scores = {v.column: v.value for v in out if v.method == method}
+        out += [Value(method, group, mean) for group, mean in grouped(own_scores).items()]
     for variant in dict.fromkeys(row["variant"] for row in rows) if timed else ():
         own = [row for row in rows if row["variant"] == variant]
         if (ms := pooled(own)["ms"]) is not None:

@@ -5,11 +5,13 @@ memory, also where full attention on the device does not fit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from engine import LLM, Full, OmniKV
 from engine.base.errors import EngineError
 from engine.methods.base import Method
 from engine.methods.controls.controls import OmniKVRandom
+from tools.compare.plots import depth_maps
 from tools.eval.answers import Record
 from tools.eval.cli import answer
 from tools.eval.prompts import answer_text
@@ -51,5 +53,24 @@ def measure(llm: LLM, number: int, length: int) -> list[Record]:
             tokens = answer(session, prompt.ids, ROOM, place == "host")
         right = 100.0 * (prompt.exact in answer_text(llm.tokenizer, tokens))
         for column in (f"depth {100 * depth:.0f}%", "all"):
-            out.append({"method": name, "column": column, "value": right})
+            out.append({"method": name, "column": column, "value": right, "depth": depth})
     return out
+
+
+def picture(records: Sequence[Record], path: Path) -> Path | None:
+    """The heat map of each method, by depth and length; None without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    rows: dict[tuple[str, int], Record] = {}
+    for record in records:
+        if record["column"] == "all":
+            name, length = record["method"], record["length"]
+            empty = {"variant": name, "name": name, "kind": "none", "budget": 100.0, "kept": []}
+            empty |= {"length": length, "depths": [[0, 0] for _ in DEPTHS]}
+            bin_ = rows.setdefault((name, length), empty)["depths"][DEPTHS.index(record["depth"])]
+            bin_[0] += record["value"] == 100.0
+            bin_[1] += 1
+    return depth_maps(list(rows.values()), path, "needle") if rows else None
