@@ -112,4 +112,4 @@ def _of_line(args: argparse.Namespace, table: Table, folder: Path) -> list[Value
     records = run_line(args, table, LINES[table.line], folder)
     if table.line == "needles" and not args.estimate:
         needles.picture(records, folder / "depth.png")
-    return [] if args.estimate else means(records)
+    return [] if args.estimate else means(records, table.unit == "per cent")

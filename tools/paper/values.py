@@ -96,9 +96,9 @@ def _prefill(found: Record) -> list[Value]:
     ]
 
 
-def means(records: Sequence[dict[str, Any]]) -> list[Value]:
+def means(records: Sequence[dict[str, Any]], scored: bool = False) -> list[Value]:
     """The mean over texts of every (method, column) of a line's records, with its interval by the
-    spread of the texts; none of one text alone.
+    spread of the texts; none of one text alone. scored: every value is 100 or 0, right or wrong.
     """
     groups: dict[tuple[str, str], list[float]] = {}
     for record in records:
@@ -106,7 +106,7 @@ def means(records: Sequence[dict[str, Any]]) -> list[Value]:
     out = []
     for (method, column), found in groups.items():
         mean, count = sum(found) / len(found), len(found)
-        if set(found) <= {0.0, 100.0}:  # right or wrong
+        if scored:
             ends = wilson(round(sum(found) / 100), count)
             out.append(Value(method, column, mean, 100 * ends[0], 100 * ends[1], count))
             continue

@@ -1,5 +1,5 @@
-"""Figures 1a, 6b and 8 of the OmniKV paper, from the choices of every layer in every step: the mass
-that a layer's choice keeps above it, and its share in the passage with the answer.
+"""Figures 1a, 6a, 6b and 8 of the OmniKV paper, from the choices of every layer in every step:
+the mass that a layer's choice keeps above it, and its share in the passage with the answer.
 """
 
 from __future__ import annotations
@@ -52,6 +52,13 @@ def similar(llm: LLM, number: int, length: int) -> list[Record]:
         beside["by chance"] = meter.k / meter.prompt
         out += [{"method": m, "column": column, "value": v} for m, v in beside.items()]
     return out
+
+
+def by_task(llm: LLM, number: int, length: int) -> list[Record]:
+    """Figure 6a: `similar` over the next 8 layers, a column for each kind of text."""
+    task, first = TASKS[number % len(TASKS)], f"mean of the next {SPANS[0]} layers"
+    found = [r for r in similar(llm, number, length) if r["column"] == first]
+    return [r | {"column": task} for r in found]
 
 
 def depths(llm: LLM, number: int, length: int) -> list[Record]:

@@ -22,6 +22,7 @@ Measure = Callable[[LLM, int, int], list[Record]]
 LINES: dict[str, Measure] = {
     "heavy": heavy.measure,
     "similar": choices.similar,
+    "by_task": choices.by_task,
     "depths": choices.depths,
     "hits": choices.hits,
     "needles": needles.measure,

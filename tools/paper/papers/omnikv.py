@@ -370,6 +370,18 @@ TABLES = (
         card=True,
     ),
     Table(
+        "fig6a",
+        PAPER,
+        "Figure 6a",
+        "whether the mass that a choice keeps depends on the task",
+        f"{LLAMA} and {YI}, several data sets; the curves are alike",
+        source="paper, Figure 6a: curves without numbers",
+        unit="share of the mass",
+        line="by_task",
+        limit=8,
+        differs="four kinds of generated documents",
+    ),
+    Table(
         "fig6b",
         PAPER,
         "Figure 6b",
