@@ -98,7 +98,8 @@ def _prefill(found: Record) -> list[Value]:
 
 def means(records: Sequence[dict[str, Any]], scored: bool = False) -> list[Value]:
     """The mean over texts of every (method, column) of a line's records, with its interval by the
-    spread of the texts; none of one text alone. scored: every value is 100 or 0, right or wrong.
+    spread of the texts, within [0, 1]; none of one text alone. scored: every value is 100 or 0,
+    right or wrong.
     """
     groups: dict[tuple[str, str], list[float]] = {}
     for record in records:
@@ -113,6 +114,6 @@ def means(records: Sequence[dict[str, Any]], scored: bool = False) -> list[Value
         half = None
         if count > 1:
             half = 1.96 * math.sqrt(sum((v - mean) ** 2 for v in found) / (count - 1) / count)
-        low, high = (None, None) if half is None else (mean - half, mean + half)
+        low, high = (None, None) if half is None else (max(0.0, mean - half), min(1.0, mean + half))
         out.append(Value(method, column, mean, low, high, count))
     return out
