@@ -131,6 +131,9 @@ def test_differences_are_of_one_model_only_and_beside_full():
     assert "| omnikv 5% | 9.0 |" in page and "not run here" in page
     other = markdown(table, "m", figures, found, about | {"same model": False})
     assert "| kv | omnikv 5% | 31.0 [20.0, 42.0] (8) | 35.5 |  | +1.0 | -4.5 |" in other
+    assert "nobody can lose" not in page
+    nothing = markdown(table, "m", {}, [Value("full", "kv", 0.0)], about | {"same model": True})
+    assert "Full attention has nothing in kv: nobody can lose there." in nothing
     alone = markdown(table, "m", {}, found, about | {"same model": False})
     assert "not at hand" in alone and "| omnikv 5% | 31.0 [20.0, 42.0] (8) |" in alone
 

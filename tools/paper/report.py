@@ -31,6 +31,9 @@ def markdown(table: Table, model: str, figures: Rows, values: Sequence[Value], a
     lines += [f"- not as in the paper: {table.differs}"] if table.differs else []
     rows = _rows(table, figures, values, about["same model"]) if figures else _plain(table, values)
     lines += ["", *rows]
+    empty = [v.column for v in values if v.method == "full" and v.value == 0]
+    if empty:
+        lines += ["", f"Full attention has nothing in {', '.join(empty)}: nobody can lose there."]
     notes = {v.method: v.note for v in values if v.note}
     if notes:
         lines += ["", "A sparse layer reads: " + "; ".join(f"{k}: {v}" for k, v in notes.items())]

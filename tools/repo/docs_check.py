@@ -74,6 +74,7 @@ RULES = (
     Rule(r"python -m engine\.serve\b", "--plan", codes=(0, 1)),
     Rule(r"python -m tools$", "run"),
     Rule(r"python -m tools\.(fidelity|compare)\b", "--estimate"),
+    Rule(r"python -m tools\.paper --list$", "run"),
     Rule(r"python -m tools\.studies\.exact report\b", "run", fast=True),
     Rule(r"python -m tools\.repo\.core$", "run", fast=True),
     Rule(r"python -m tools\.real_model$", "real"),
