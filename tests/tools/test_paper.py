@@ -274,7 +274,7 @@ def test_choices_and_masses_are_an_independent_float64_computation(scores):
     logits = attention(llm, ids, out)
     assert len(meter.sets) == steps
     mass, shared = torch.zeros(8, 8, dtype=torch.float64), torch.zeros(8, 8, dtype=torch.float64)
-    beyond, chosen = 0, []
+    beyond, chosen, edges = 0, [], torch.zeros(8, dtype=torch.float64)
     for step in range(steps):
         n, tops, weights = len(ids) + step, [], []
         for layer in range(8):
@@ -285,6 +285,7 @@ def test_choices_and_masses_are_an_independent_float64_computation(scores):
                 highest /= highest.sum()
             beyond += int(torch.softmax(found, -1).amax(0).topk(k).indices.max() >= prompt)
             weights.append(highest)
+            edges[layer] += float(highest[:4].sum() + highest[prompt - (k - 4) :].sum())
             tops.append(highest.topk(k).indices.sort().values)
             assert torch.equal(meter.sets[step][layer], tops[-1])
         chosen.append(tops)
@@ -295,6 +296,7 @@ def test_choices_and_masses_are_an_independent_float64_computation(scores):
     assert beyond  # a choice among all tokens would be another one
     torch.testing.assert_close(meter.mean_mass(), mass, rtol=0, atol=1e-5)
     torch.testing.assert_close(meter.between_layers(), shared)
+    torch.testing.assert_close(meter.edges, edges, rtol=0, atol=1e-5)
     both = [[len(set(a[3].tolist()) & set(b[3].tolist())) / k for b in chosen] for a in chosen]
     torch.testing.assert_close(meter.between_steps(3), torch.tensor(both, dtype=torch.float64))
 

@@ -50,14 +50,16 @@ def measured(args: argparse.Namespace, table: Table) -> str | None:
         "hardware": hardware(args),
         "command": f"python -m tools.paper {' '.join(header.flags_given())}",
     }
-    page = markdown(table, model_label(args.model), figures, values, about)
+    model = model_label(args.model)
+    model = Path(model).name if Path(model).is_absolute() else model
+    page = markdown(table, model, figures, values, about)
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / "report.md", page)
     replace_json(
         folder / "report.json",
         {
             "table": table.name,
-            "model": model_label(args.model),
+            "model": model,
             **about,
             "paper": figures,
             "ours": [asdict(value) for value in values],

@@ -39,7 +39,7 @@ def similar(llm: LLM, number: int, length: int) -> list[Record]:
     newest tokens and as many by chance.
     """
     meter = watched(llm, asked(llm, TASKS[number % len(TASKS)], length, number))
-    mass, newest = meter.mean_mass(), meter.newest / len(meter.sets)
+    mass, steps = meter.mean_mass(), len(meter.sets)
     layers, out = len(mass), list[Record]()
     for span in SPANS[: 1 + (layers > SPANS[0])]:
         column, means = f"mean of the next {span} layers", list[float]()
@@ -48,8 +48,9 @@ def similar(llm: LLM, number: int, length: int) -> list[Record]:
             means.append(float(above.mean()))
             out.append({"method": layer(i, layers), "column": column, "value": means[-1]})
         own = float(mass.diagonal()[1:].mean())
-        beside = {"own choice": own, "newest tokens": float(newest[1:].mean())}
-        beside["by chance"] = meter.k / meter.prompt
+        beside = {"own choice": own, "newest tokens": float(meter.newest[1:].mean()) / steps}
+        beside |= {"first and newest": float(meter.edges[1:].mean()) / steps}
+        beside |= {"by chance": meter.k / meter.prompt}
         out += [{"method": m, "column": column, "value": v} for m, v in beside.items()]
     return out
 
@@ -70,6 +71,7 @@ def depths(llm: LLM, number: int, length: int) -> list[Record]:
         "choice at 8/32 of the depth": float(mass[low, high]),
         "own choice": float(mass[high, high]),
         "newest tokens": float(meter.newest[high] / len(meter.sets)),
+        "first and newest": float(meter.edges[high] / len(meter.sets)),
         "by chance": meter.k / meter.prompt,
     }
     column = "mass at 20/32 of the depth"

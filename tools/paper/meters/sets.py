@@ -14,6 +14,7 @@ from engine.methods.base import Runtime
 from tools.calibrate.similarity import logits_rows, top_rows
 
 SCORES = ("logits", "heads")
+SINKS = 4  # first tokens, on which heads rest that look for nothing
 
 
 class SetMeter:
@@ -22,7 +23,8 @@ class SetMeter:
     scores: "logits", the softmax of head-maximum products, or "heads", the maximum over the heads
     of each one's own softmax, made to sum to one. sets: [steps][layers] int64 positions, ascending.
     mass [L, L] float64: mass[i, j], i <= j, sums over steps the share of layer j's attention on
-    layer i's choice; newest [L]: on the newest k of the prompt.
+    layer i's choice; newest [L]: on the newest k of the prompt; edges [L]: on its first SINKS and
+    the newest others, as a stream by window keeps them.
     """
 
     def __init__(self, inner: Runtime, prompt: int, k: int, scores: str = "logits"):
@@ -30,7 +32,7 @@ class SetMeter:
         self.inner, self.prompt, self.k, self.scores = inner, prompt, k, scores
         self.sets: list[list[torch.Tensor]] = []
         self.mass = torch.zeros(layers, layers, dtype=torch.float64)
-        self.newest = torch.zeros(layers, dtype=torch.float64)
+        self.newest, self.edges = (torch.zeros(layers, dtype=torch.float64) for _ in range(2))
 
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Full attention of one layer; first notes its choice."""
@@ -41,6 +43,9 @@ class SetMeter:
         for below, rows in enumerate(self.sets[-1]):
             self.mass[below, layer] += float(weights[rows].sum())
         self.newest[layer] += float(weights[-self.k :].sum())
+        first = min(SINKS, self.k)
+        self.edges[layer] += float(weights[:first].sum())
+        self.edges[layer] += float(weights[max(first, self.prompt - self.k + first) :].sum())
         return self.inner.attend(layer, q, step)
 
     def attend_local(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:

@@ -119,7 +119,7 @@ def measured(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
         "between_layers": meter.between_layers().tolist(),
         "between_steps": {str(i): meter.between_steps(i).tolist() for i in chosen},
         "mass": meter.mean_mass().tolist(),
-        "newest": (meter.newest / len(meter.sets)).tolist(),
+        "edges": (meter.edges / len(meter.sets)).tolist(),
         "chance": k / meter.prompt,
     }
 

@@ -94,7 +94,7 @@ def _depth(data: dict[str, Any], path: Path) -> Path:
     mass, last = data["mass"], len(data["mass"]) - 1
     figure, axis = pyplot.subplots(figsize=(8.2, 4.6))
     lines = [("own choice", 0, [mass[i][i] for i in range(last + 1)], GREY, "--")]
-    lines += [("newest", 0, data["newest"], GREY, ":")]
+    lines += [("first, newest", 0, data["edges"], GREY, ":")]
     lines += [("chance", 0, [data["chance"]] * (last + 1), GREY, "-")]
     for number, layer in enumerate(data["layers"]):
         colour = COLOURS[number % len(COLOURS)]
