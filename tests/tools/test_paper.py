@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engine import LLM, Full
+from engine.base.errors import UsageError
 from tests.builders import random_ids, tiny_llm
 from tests.tools.test_calibrate import all_queries
 from tools.common.program import POCKET
@@ -132,6 +133,9 @@ def test_differences_are_of_one_model_only_and_beside_full():
     other = markdown(table, "m", figures, found, about | {"same model": False})
     assert "| kv | omnikv 5% | 31.0 [20.0, 42.0] (8) | 35.5 |  | +1.0 | -4.5 |" in other
     assert "nobody can lose" not in page
+    several = [Value("{1} full", "kv", 9.0), Value("{1} quest 5%", "kv", 7.0)]
+    apart = markdown(table, "m", {"full": {"kv": 1.0}}, several, about | {"same model": False})
+    assert "| kv | {1} quest 5% | 7.0 | not at hand |  | -2.0 |  |" in apart
     nothing = markdown(table, "m", {}, [Value("full", "kv", 0.0)], about | {"same model": True})
     assert "Full attention has nothing in kv: nobody can lose there." in nothing
     alone = markdown(table, "m", {}, found, about | {"same model": False})
@@ -165,6 +169,12 @@ def test_a_commands_own_flags_come_last(tmp_path):
     assert (
         flags[flags.index("--answers") + 1] == "3" and flags[flags.index("--lengths") + 1] == "739"
     )
+    module, flags = argv_of(args, TABLES["table13"], TABLES["table13"].commands[0], tmp_path)
+    assert module == "tools.studies.prefill.table" and "--chunk" in flags
+    args.length = [300]
+    with pytest.raises(UsageError, match="two chunks"):
+        argv_of(args, TABLES["table13"], TABLES["table13"].commands[0], tmp_path)
+    args.length = None
     args.card = True
     args.estimate = True
     module, flags = argv_of(args, TABLES["table2"], TABLES["table2"].commands[0], tmp_path)

@@ -25,6 +25,7 @@ from tools.paper.table import Command, Table
 HOME = __package__.rpartition(".")[0]  # engine.tools where the engine is installed
 TIMED = "bench.json", "report.json"  # what a run of seconds leaves
 KEPT = "command.json"
+CHUNK = 256  # tokens of a prompt's chunk without a card
 DEPTH = 32  # layers of Llama-3-8B, whose numbers the papers give
 
 
@@ -86,8 +87,14 @@ def _prefill(args: argparse.Namespace, table: Table, folder: Path) -> list[str]:
     shape = next((name for name in SHAPES if args.model.startswith(name)), "pocket")
     own = ["--shape", shape, "--device", args.device, "--out", str(folder)]
     own += ["--threads", str(args.threads)] if args.threads else []
-    numbers = [str(n) for n in lengths_of(args, table)]
-    return [*own, "--repeats", str(limit_of(args, table)), "--lengths", *numbers]
+    lengths = lengths_of(args, table)
+    if not args.card:  # a first and a last chunk are timed, which short prompts have of short ones
+        if min(lengths) < 2 * CHUNK:
+            raise UsageError(
+                f"--length: found {min(lengths)}, expected at least {2 * CHUNK} tokens, two chunks"
+            )
+        own += ["--chunk", str(CHUNK)]
+    return [*own, "--repeats", str(limit_of(args, table)), "--lengths", *map(str, lengths)]
 
 
 SHAPES = ("llama-3-8b", "llama-3.2-1b", "pocket", "160m")  # whose time random weights take too

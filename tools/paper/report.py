@@ -4,7 +4,7 @@ hardware of both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tools.paper.table import Rows, Table
@@ -56,11 +56,11 @@ def _rows(table: Table, figures: Rows, values: Sequence[Value], same: bool) -> l
             if own is None and theirs is None:
                 continue
             apart = own.value - theirs if own is not None and theirs is not None and same else None
-            whole = ours.get(("full", column))
+            whole = ours.get((_whole(method, methods), column))
             mine = None if own is None or whole is None else own.value - whole.value
             base = paper.get(("full", column))
             theirs_beside = None if theirs is None or base is None else theirs - base
-            beside = ("", "") if method == "full" else (mine, theirs_beside)
+            beside = ("", "") if method == _whole(method, methods) else (mine, theirs_beside)
             shown = (
                 column,
                 method,
@@ -72,6 +72,12 @@ def _rows(table: Table, figures: Rows, values: Sequence[Value], same: bool) -> l
             lines.append("| " + " | ".join(shown) + " |")
     rest = [c for c in dict.fromkeys(c for _, c in paper) if c not in columns]
     return lines + (_not_run(figures, rest, places) if rest else [])
+
+
+def _whole(method: str, methods: Iterable[str]) -> str:
+    """Full attention's name beside a method: of the same command where several have their own."""
+    own = [m for m in methods if m.endswith(" full") and method.startswith(m[: -len("full")])]
+    return own[0] if own else "full"
 
 
 def _not_run(figures: Rows, columns: Sequence[str], places: int) -> list[str]:
