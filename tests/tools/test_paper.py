@@ -8,6 +8,7 @@ generated tokens, column sums of one chunk only.
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -133,6 +134,10 @@ def test_differences_are_of_one_model_only_and_beside_full():
     other = markdown(table, "m", figures, found, about | {"same model": False})
     assert "| kv | omnikv 5% | 31.0 [20.0, 42.0] (8) | 35.5 |  | +1.0 | -4.5 |" in other
     assert "nobody can lose" not in page
+    timed, times = replace(table, unit="seconds"), {"dense": {"x": 4.0}, "r=1": {"x": 1.0}}
+    own = [Value("dense", "x", 2.0), Value("r=1", "x", 1.25)]
+    apart = markdown(timed, "m", times, own, about | {"same model": True})
+    assert "| x | r=1 | 1.25 | 1.00 | +0.25 | -0.75 | -3.00 |" in apart
     several = [Value("{1} full", "kv", 9.0), Value("{1} quest 5%", "kv", 7.0)]
     apart = markdown(table, "m", {"full": {"kv": 1.0}}, several, about | {"same model": False})
     assert "| kv | {1} quest 5% | 7.0 | not at hand |  | -2.0 |  |" in apart

@@ -10,6 +10,7 @@ from typing import Any
 from tools.paper.table import Rows, Table
 from tools.paper.values import Value
 
+PLACES = {"share": 3, "seconds": 2}  # by the first word of a unit
 NOT_AT_HAND, NOT_RUN = "not at hand", "not run"
 NOTES = """Ours: the mean with its 95% interval and the number of answers, texts or timings behind
 it. Beside full: less full attention's in the same column, ours and the paper's. These can be
@@ -41,7 +42,7 @@ def markdown(table: Table, model: str, figures: Rows, values: Sequence[Value], a
 
 
 def _rows(table: Table, figures: Rows, values: Sequence[Value], same: bool) -> list[str]:
-    places = 3 if table.unit.startswith("share") else 1
+    places = PLACES.get(table.unit.split()[0], 1)
     ours = {(v.method, v.column): v for v in values}
     paper = {(m, c): value for m, row in figures.items() for c, value in row.items()}
     columns = dict.fromkeys(c for _, c in ours) or dict.fromkeys(c for _, c in paper)
@@ -77,7 +78,7 @@ def _rows(table: Table, figures: Rows, values: Sequence[Value], same: bool) -> l
 def _whole(method: str, methods: Iterable[str]) -> str:
     """Full attention's name beside a method: of the same command where several have their own."""
     own = [m for m in methods if m.endswith(" full") and method.startswith(m[: -len("full")])]
-    return own[0] if own else "full"
+    return own[0] if own else "dense" if "dense" in methods else "full"
 
 
 def _not_run(figures: Rows, columns: Sequence[str], places: int) -> list[str]:
@@ -92,7 +93,7 @@ def _not_run(figures: Rows, columns: Sequence[str], places: int) -> list[str]:
 
 def _plain(table: Table, values: Sequence[Value]) -> list[str]:
     """Ours alone: a column for each method, or a row where there are many."""
-    places = 3 if table.unit.startswith("share") else 1
+    places = PLACES.get(table.unit.split()[0], 1)
     ours = {(v.method, v.column): _own(v, places) for v in values}
     methods, columns = (list(dict.fromkeys(key[i] for key in ours)) for i in (0, 1))
     across = len(methods) <= len(columns)
