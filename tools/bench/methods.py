@@ -103,13 +103,15 @@ def _fill(
     """A method with those of these settings that it has."""
     if cls is Full:
         return Full()
-    names = {field.name for field in dataclasses.fields(cls)}
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}
+    names = set(kinds)
     offered = dict(filter_layers=filter_layers, tokens=tokens, dense_below=dense_below)
     offered["forget"] = False  # prompts are synthetic banks
     if names & {"gates", "heads", "eps"}:  # heads have no budget of their own there
         del offered["tokens"]
     for name, file in FILES.items():
-        if name in names and folder is not None and (folder / file).is_file():
+        taken = "Path" in kinds.get(name, "")  # a number of channels is no file
+        if taken and folder is not None and (folder / file).is_file():
             offered[name] = folder / file
     try:
         return cls(**{name: value for name, value in offered.items() if name in names})
