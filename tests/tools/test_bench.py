@@ -23,7 +23,7 @@ from engine.runner.step_runner import StepRunner
 from tools.bench import cli as bench
 from tools.bench import gather as bench_gather
 from tools.bench import suite as bench_suite
-from tools.bench.allowed import FIXED, SHALLOW, allowed
+from tools.bench.allowed import FIXED, RUNG, SHALLOW, allowed, ladder
 from tools.bench.floor import (
     Rates,
     StepBytes,
@@ -322,6 +322,37 @@ def test_what_bytes_allow_is_the_fixed_part_and_a_price_for_each_byte():
     assert (quest.read, quest.choosing) == (2000, 1000)
     assert quest.allowed == pytest.approx(4e-3) and quest.ratio == pytest.approx(1.5)
     assert not allowed(cells[:-2]) and not allowed(cells[2:])
+    # full attention has taken 2 ms over nothing and 7 over 9,000 bytes
+    assert quest.alike == pytest.approx(2e-3 + 5e-3 * 2000 / 9000)
+
+
+def test_a_byte_has_the_price_that_full_attention_pays_at_that_size():
+    """Between two depths, at one of them, and beyond the last; a depth that was timed twice."""
+
+    def cell(name, n, ms, read):
+        return Cell(name, "tg", n, needed=StepBytes(10, read, 0), seconds=[ms * 1e-3])
+
+    full = [cell(f"{RUNG}512", 512, 3.0, 1000), cell(f"{RUNG}512", 512, 5.0, 1000)]
+    methods = [
+        cell("omnikv w0", 4096, 6.0, 1500),
+        cell("at", 4096, 4.0, 1000),
+        cell("more", 4096, 60.0, 4000),
+        cell("less", 4096, 3.0, 500),
+    ]
+    cells = [cell(FIXED, SHALLOW, 2.0, 0), *full, *methods, cell(f"{RUNG}1024", 1024, 10.0, 2000)]
+    rows = {row.name: row for row in allowed(cells)}
+    assert set(rows) == {"omnikv w0", "at", "more", "less"}
+    own = {name: row.own for name, row in rows.items()}
+    assert own["at"] == pytest.approx(1.0)  # 4 ms, the mean of 3 and 5
+    assert own["less"] == pytest.approx(3 / 3)  # half of the way from 2 to 4
+    assert own["omnikv w0"] == pytest.approx(6 / 7)  # half of the way from 4 to 10
+    assert own["more"] == pytest.approx(60 / 22)  # 6 ms for each thousand bytes beyond
+    assert rows["omnikv w0"].ratio == 1.0
+    alone = [cell(FIXED, SHALLOW, 2.0, 0), *methods]
+    assert all(row.own is None for row in allowed(alone))
+    assert (
+        ladder(8192) == [512, 1024, 2048, 4096] and ladder(128) == [] and ladder(300) == [75, 150]
+    )
 
 
 def test_the_table_of_what_bytes_allow(capsys):
@@ -330,7 +361,8 @@ def test_the_table_of_what_bytes_allow(capsys):
     flags = "--peers", "none", "-p", "none", "--allowed", "--no-append", *methods
     code, out, data = run(capsys, *flags)
     rows = [line for line in out.splitlines() if "| tg @ d600 |" in line]
-    assert code == 0 and len(rows) == 8 and out.count("beside omnikv's bytes") == 1
+    assert code == 0 and len(rows) == 9 and out.count("beside omnikv's bytes") == 1
+    assert sum(line.startswith("| full at ") for line in out.splitlines()) == 8
     found = {row["name"]: row for row in data["allowed"]}
     config, chosen = shape_config("tiny"), (602 - 1) // 16
     side = config.kv_bytes(4) // 2

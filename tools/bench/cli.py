@@ -174,8 +174,9 @@ def _run_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--allowed",
         action="store_true",
-        help=f"also time full attention at {SHALLOW} tokens, a step's fixed part, and print what "
-        "each method's bytes of K and V allow beside omnikv's (needs omnikv among --methods)",
+        help=f"also time full attention at {SHALLOW} tokens, a step's fixed part, and at parts of "
+        "every depth, and print what each method's bytes of K and V allow: beside omnikv's (needs "
+        "omnikv among --methods), and as our full attention reads as many",
     )
     p.add_argument("--no-split", action="store_true", help="leave out the split of a step")
     p.add_argument(

@@ -23,7 +23,9 @@ def summary(result, head, warnings):
         "crashed": result.crashed,
         "rates_after": result.rates_after.to_dict() if result.rates_after else None,
         "peers": result.peers,
-        "allowed": [vars(row) | {"ratio": row.ratio} for row in allowed(result.cells)],
+        "allowed": [
+            vars(row) | {"ratio": row.ratio, "own": row.own} for row in allowed(result.cells)
+        ],
         "cells": [cell.to_dict() | ratios(cell, result.cells) for cell in result.cells],
         "splits": [_split_dict(row) for row in result.splits],
         "memory": result.memory,
@@ -90,8 +92,8 @@ def _header(result, head):
 
 
 def allowed_rows(cells):
-    """One row per method and depth: what its bytes allow beside OmniKV's (tools/bench/allowed.py);
-    none where the fixed part was not timed.
+    """One row per method and depth: what its bytes allow beside OmniKV's, and how long our full
+    attention takes over as many (tools/bench/allowed.py); none where the fixed part was not timed.
     """
     rows = [
         [
@@ -102,6 +104,8 @@ def allowed_rows(cells):
             f"{1e3 * row.seconds:.2f}",
             f"{1e3 * row.allowed:.2f}",
             f"{row.ratio:.2f}",
+            "" if row.alike is None else f"{1e3 * row.alike:.2f}",
+            "" if row.own is None else f"{row.own:.2f}",
         ]
         for row in allowed(cells)
     ]
@@ -113,6 +117,8 @@ def allowed_rows(cells):
         "ms/token",
         "ms allowed",
         "ratio",
+        "ms of full's",
+        "ratio to it",
     ]
     return _table(columns, rows) if rows else []
 

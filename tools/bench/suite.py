@@ -17,7 +17,7 @@ from engine.model.config.config import ModelConfig
 from engine.model.tensors import random_stream
 from engine.plan.free_memory import HEADROOM, available_bytes
 from tools.bench import gather as bench_gather
-from tools.bench.allowed import FIXED, SHALLOW
+from tools.bench.allowed import FIXED, RUNG, SHALLOW, ladder
 from tools.bench.floor import floor_seconds, measure_rates
 from tools.bench.memory import Peak, held
 from tools.bench.methods import Spec
@@ -180,6 +180,9 @@ class Suite:
         own = [(spec, n) for spec in self.options.specs]
         if self.options.allowed:
             own.append((Spec(FIXED, Full()), SHALLOW))
+            whole = any(spec.label == "full" for spec in self.options.specs)
+            rungs = ladder(n) if whole else [*ladder(n), n]
+            own += [(Spec(f"{RUNG}{depth}", Full()), depth) for depth in rungs]
         for spec, depth in own:
             cell = cells[spec.label] = Cell(spec.label, "tg", depth)
             try:
@@ -297,7 +300,7 @@ class Suite:
         """After an entrant's last turn: note its counters, its split, and one prefill chunk at
         depth.
         """
-        if not isinstance(contestant, Engine) or name == FIXED:
+        if not isinstance(contestant, Engine) or name == FIXED or name.startswith(RUNG):
             return
         needed, fetched = cells[name].needed, _fetched(contestant)
         cells[name].extra |= {
