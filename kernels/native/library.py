@@ -35,9 +35,11 @@ from kernels.native import cache
 FOLDER = Path(__file__).parent
 PREBUILT = FOLDER / "prebuilt"  # ISA.so: of a wheel; a clone has none
 SOURCES = (
+    "agree.cpp",
     "attention.cpp",
     "bounds.cpp",
     "conv.cpp",
+    "drawn.cpp",
     "drop.cpp",
     "far.cpp",
     "few_bits.cpp",

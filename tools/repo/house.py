@@ -54,7 +54,7 @@ FLOORS = (
     ("engine.model", "engine.text", "engine.evidence"),
     ("engine.base",),
     ("kernels.experts",),
-    ("kernels.select", "kernels.prefill", "kernels.quant", "kernels.kept"),
+    ("kernels.select", "kernels.prefill", "kernels.quant", "kernels.kept", "kernels.sketch"),
     ("kernels.attention", "kernels.layer", "kernels.recurrent"),
     ("kernels.rows",),
     ("kernels.tier", "kernels.native"),

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from engine.base.errors import SettingError
 from engine.methods.full import Full
-from engine.methods.select.varying.magicpig import LEAST, MagicPIG, drawing
+from engine.methods.select.varying.magicpig import MagicPIG
+from kernels.sketch.drawn import LEAST, drawing
 from tests.builders import GROUPS, World, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.method_checks import everything_happened
 

@@ -19,13 +19,12 @@ device, 2 bytes a table: at the published L more than K itself. Prompts are read
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from engine.bank.base import SparseRows, Step
+from engine.bank.base import Step
 from engine.base.checks import boolean, integer, one_of
 from engine.methods.base import Runtime, Setup
 from engine.methods.select.base import Buffer, Selection
@@ -33,11 +32,12 @@ from engine.methods.select.index.base import Indexed, grouped
 from engine.methods.select.varying.base import VaryingRuntime
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan, single_layer_groups
-from kernels.rows.forms import as_bytes, floats, key_floats
+from kernels.rows.forms import key_floats
+from kernels.sketch.agreement import agreement
+from kernels.sketch.drawn import Draws, attend_drawn
 
 AGREE = 2  # tables in which a token and a query must agree
-PIECE = 256  # tokens hashed or compared at a time: 12 MB of signs at K 10, L 150 and 8 heads
-LEAST = 1e-4  # added to a probability
+PIECE = 256  # tokens hashed at a time: 12 MB of signs at K 10, L 150 and 8 heads
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,7 @@ class MagicPIGRuntime(VaryingRuntime):
     agreed: torch.Tensor
     drawn: torch.Tensor
     apart = True
+    _drawn: torch.Tensor  # int32 [B, Hkv]: tokens between first and newest that any head draws
 
     def __init__(self, method: MagicPIG, setup: Setup):
         super().__init__(method, setup)
@@ -172,29 +173,27 @@ class MagicPIGRuntime(VaryingRuntime):
         scores[:, :, : method.sink] = float("inf")
         agreed = self.agreed.view(len(q), heads, -1, self.agreed.shape[1])
         agreed[..., : method.sink] = AGREE
+        self._drawn = torch.zeros(len(q), heads, dtype=torch.int32, device=q.device)
         for b, n in enumerate(lengths):
             last = max(method.sink, n - method.recent)
             if n < method.ready:
                 continue
-            asked = self.hashed(grouped(q[b], heads)).unsqueeze(-1)  # [Hkv, G, L, 1]
-            for first in range(method.sink, last, PIECE):
-                part = slice(first, min(last, first + PIECE))
-                same = self.codes[group, b, :, :, part].unsqueeze(1) == asked
-                agreed[b, :, :, part] = same.sum(2)
-            scores[b, :, method.sink : last] = agreed[b, :, :, method.sink : last].amax(1)
+            part = slice(method.sink, last)
+            given = agreed[b, :, :, part], scores[b, :, part], AGREE, self.setup.backend
+            asked = self.hashed(grouped(q[b], heads))
+            self._drawn[b] = agreement(asked, self.codes[group, b, :, :, part], *given)
         return self.scores
 
     def wanted(self, stop: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """What any query head has drawn, and the first tokens."""
-        places = torch.arange(self.scores.shape[1], device=stop.device)
-        drawn = (self.scores >= AGREE) & (places < stop.unsqueeze(1))
-        return torch.minimum(drawn.sum(1).int(), room)
+        drawn = self._drawn.flatten() + stop.clamp(max=self.method.sink)
+        return torch.minimum(drawn, room)
 
     def completed(self, group: int, chosen: Selection, lengths: list[int]) -> Selection:
         assert chosen.index is not None
         index = chosen.index
         agreed = self.agreed.view(*index.shape[:2], -1, self.agreed.shape[1])
-        at = index.long().clamp(0, self.agreed.shape[1] - 1).unsqueeze(2)
+        at = index.long().clamp_(0, self.agreed.shape[1] - 1).unsqueeze(2)
         drawn = self.drawn[group]
         torch.ge(agreed.gather(3, at.expand(-1, -1, agreed.shape[2], -1)), AGREE, out=drawn)
         own = index, chosen.counts, chosen.tail_start
@@ -209,42 +208,14 @@ class MagicPIGRuntime(VaryingRuntime):
         if not isinstance(chosen, Drawn):
             return super().attend_selection(layer, q, step, chosen)
         rows = step.bank.picked(layer, *chosen.rows(), chosen.tail_start, step)
-        return torch.stack([self._attend(b, q[b], rows, chosen) for b in range(len(q))])
-
-    def _attend(self, b: int, q: torch.Tensor, rows: SparseRows, chosen: Drawn) -> torch.Tensor:
-        """Attention of one sequence: q [Q, H, D] -> the same."""
-        count, heads = len(q), rows.k.shape[1]
-        most, first, stop = int(rows.counts[b].max()), int(rows.tail_start[b]), int(rows.stop[b])
-        places = torch.arange(most, device=q.device) < rows.counts[b].unsqueeze(1)
-        at, which = rows.index[b, :, :most].long() * places, torch.arange(heads, device=q.device)
-        k, v = (as_bytes(t[b])[which[:, None], at].view(t.dtype) for t in (rows.k, rows.v))
-        keys = key_floats(k).masked_fill(~places.unsqueeze(2), 0.0)
-        newest = key_floats(rows.k[b, :, first:stop])
-        asked = q.float().view(count, heads, -1, q.shape[2]).permute(1, 2, 0, 3)  # [Hkv, G, Q, D]
-        logits = asked @ keys.mT.unsqueeze(1) * self.scale  # [Hkv, G, Q, K]
-        probable = self._probable(asked, keys - chosen.means[b].unsqueeze(1))
-        # the first tokens are the first of the list
-        logits[..., self.method.sink :] -= (probable[..., self.method.sink :] + LEAST).log()
-        taken = chosen.drawn[b, :, :, :most] & places.unsqueeze(1)
-        logits = logits.masked_fill(~taken.unsqueeze(2), -math.inf)
-        tail = asked @ newest.mT.unsqueeze(1) * self.scale
-        seen = torch.arange(stop - first, device=q.device) < torch.arange(
-            stop - first - count + 1, stop - first + 1, device=q.device
-        ).unsqueeze(1)
-        weights = torch.cat([logits, tail.masked_fill(~seen, -math.inf)], -1).softmax(-1)
-        chosen_v = floats(v).masked_fill(~places.unsqueeze(2), 0.0)
-        values = torch.cat([chosen_v, floats(rows.v[b, :, first:stop])], 1)
-        out = weights @ values.unsqueeze(1)
-        return out.permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype)
-
-    def _probable(self, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """With what probability a key is drawn: q [Hkv, G, Q, D], keys [Hkv, K, D], less their mean
-        -> [Hkv, G, Q, K].
-        """
-        sizes = q.norm(dim=-1, keepdim=True) * keys.norm(dim=-1)[:, None, None]
-        cosine = (q @ keys.mT.unsqueeze(1) / sizes.clamp(min=1e-30)).clamp(-1, 1)
-        near = 1 - cosine.double().arccos() / math.pi  # small chances are small differences
-        return drawing(near, self.method.bits, self.method.tables).float()
+        ends = zip(rows.tail_start.tolist(), rows.stop.tolist())
+        method, found = self.method, []
+        for b, (first, stop) in enumerate(ends):
+            own = rows.index[b], rows.counts[b], chosen.drawn[b], chosen.means[b]
+            draws = Draws(*own, method.sink, method.bits, method.tables)
+            given = first, stop, self.scale, self.setup.backend
+            found.append(attend_drawn(q[b], rows.k[b], rows.v[b], draws, *given))
+        return torch.stack(found)
 
     def choice(self) -> Any:
         return {
@@ -284,12 +255,3 @@ class MagicPIGRuntime(VaryingRuntime):
         """The signs of every token in every table."""
         heads, tables = self.codes.shape[2:4]
         return heads * tables * n * self.codes.element_size()
-
-
-def drawing(near: torch.Tensor, bits: int, tables: int) -> torch.Tensor:
-    """The probability that two rows agree in AGREE tables at least, where they agree in one sign
-    with probability `near`.
-    """
-    table = near**bits
-    none = (1 - table) ** tables
-    return 1 - none - tables * table * (1 - table) ** (tables - 1)
