@@ -28,7 +28,7 @@ from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.select.across.by_logits import require_room
 from engine.methods.select.base import Budgeted, Buffer, Selecting, Selection
-from engine.methods.select.index.base import REDUCTIONS, grouped, reduced
+from engine.methods.select.index.base import REDUCTIONS
 from engine.methods.select.shadow.landmarks import Outliers, furthest, landmarks
 from engine.methods.select.shadow.low_rank import before_rotation, leading, rebuilt
 from engine.model.config.config import ModelConfig
@@ -40,6 +40,8 @@ from kernels.attention.sparse import decode_sparse
 from kernels.launch.on_device import on_device
 from kernels.rows.forms import key_floats, unpack, unpack_keys
 from kernels.select.topk import select_topk
+from kernels.sketch.rebuilt import LowRank, Rows, attend_rebuilt, rebuilds
+from kernels.sketch.shares import landmark_shares
 
 RANK = 160
 AT_ONCE = 1024  # tokens of K in float32 at a time: 4 MB at 8 heads of 128
@@ -302,17 +304,22 @@ class ShadowRuntime(Selecting):
         self.score(group, layer, q[:, -1], chunks)
         index, room = self.index[group], self.k // self.method.chunk
         heads = len(index) // len(q)
-        free = [min(room, count - self._held(count)) for count in chunks]
-        stop, wanted = (
-            on_device(each, torch.int32, q.device).repeat_interleave(heads)
-            for each in (chunks, free)
-        )
-        counts = torch.empty_like(stop)
-        first, backend = torch.zeros_like(stop), self.setup.backend
+        tail, first, stop, wanted = step.once("chunks", lambda: self._ends(stops, heads, q.device))
+        counts, backend = torch.empty_like(stop), self.setup.backend
         select_topk(self.scores, first, stop, wanted, index, counts, backend=backend)
         chosen = index.view(len(q), heads, -1)[:, :, :room]
-        tail = on_device(stops, torch.int32, q.device)
         return Selection(chosen, counts[::heads], tail, unit=self.method.chunk)
+
+    def _ends(self, stops: list[int], heads: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Where a step's tail begins, int32 [B], and between which chunks, and how many, each head
+        takes, int32 [B * Hkv].
+        """
+        chunks, room = [stop // self.method.chunk for stop in stops], self.k // self.method.chunk
+        free = [min(room, count - self._held(count)) for count in chunks]
+        stop, wanted = (
+            on_device(each, torch.int32, device).repeat_interleave(heads) for each in (chunks, free)
+        )
+        return on_device(stops, torch.int32, device), torch.zeros_like(stop), stop, wanted
 
     def _held(self, chunks: int) -> int:
         """Outliers of an index of so many chunks."""
@@ -322,16 +329,12 @@ class ShadowRuntime(Selecting):
         """Fill self.scores for the first chunks[b] chunks of every sequence, outliers lowest. q
         [B, H, D].
         """
-        heads, lowest = self.landmarks.shape[2], float("-inf")
+        heads = self.landmarks.shape[2]
         for b, scores in enumerate(self.scores.view(len(q), heads, -1)):
-            marks = self.landmarks[group, b, :, : chunks[b]].float()
-            logits = grouped(q[b], heads) @ marks.mT * self.scale
-            logits = self.softmax[layer].capped(logits)
+            marks = self.landmarks[group, b, :, : chunks[b]]
             out = self.outliers[group, b, :, : self._held(chunks[b])]
-            aside = out.unsqueeze(1).expand(-1, logits.shape[1], -1)
-            shares = logits.scatter_(2, aside, lowest).softmax(-1)
-            scores[:, : chunks[b]] = reduced(shares, self.method.gqa_reduce)
-            scores.scatter_(1, out, lowest)
+            how = self.softmax[layer], self.method.gqa_reduce, self.setup.backend
+            landmark_shares(q[b], marks, out, scores[:, : chunks[b]], self.scale, *how)
 
     def attend_kept(
         self, layer: int, q: torch.Tensor, step: Step, tail_start: torch.Tensor
@@ -349,6 +352,8 @@ class ShadowRuntime(Selecting):
         """
         group, dtype = self.plan.group_of[layer], self.setup.dtype
         assert group is not None
+        if self._rebuilds(layer, q, step):
+            return self._attend_rebuilt(group, layer, q, step, chosen)
         index, counts = chosen.rows()
         tokens = index.clamp(min=0).long()
         k = rebuilt(self.coefficients[group], self.basis[group], tokens, self.rotary, layer)
@@ -372,6 +377,33 @@ class ShadowRuntime(Selecting):
             backend=self.setup.backend,
             softmax=self.softmax[layer],
         )
+
+    def _rebuilds(self, layer: int, q: torch.Tensor, step: Step) -> bool:
+        """Whether the C++ kernel attends to a layer's choice."""
+        given = self.setup.dtype, step.bank.dtype, q.shape[3], q.device.type
+        return q.shape[1] == 1 and rebuilds(self.setup.backend, *given)
+
+    def _attend_rebuilt(
+        self, group: int, layer: int, q: torch.Tensor, step: Step, chosen: Selection
+    ) -> torch.Tensor:
+        """Each sequence by one call: no row is copied."""
+        bank, host, size = step.bank, step.bank.on_host(layer), self.method.chunk
+        index, counts = chosen.rows()
+        brought = bank.picked_values(layer, index, counts) if host else bank.values(layer)
+        tokens = index.clamp(min=0).long()
+        cos, sin = self.rotary.at(tokens, layer=layer)
+        out, ends = torch.empty_like(q), zip(chosen.tail_start.tolist(), counts.tolist())
+        assert chosen.index is not None
+        for b, (first, count) in enumerate(ends):
+            mine, most = chosen.index[b, :, : count // size], first // size
+            turns = (t[b, :, :count].contiguous() for t in (cos, sin))
+            own = self.coefficients[group, b], self.basis[group, b], mine, size, *turns
+            held = self._held(most) * size
+            exact = (t[group, b, :, :held] for t in (self.outlier_k, self.outlier_v))
+            tail = (t[b] for t in bank.rows(layer, first, step.lengths[b]))
+            given = Rows(*exact), LowRank(*own, brought[b], host), Rows(*tail)
+            out[b] = attend_rebuilt(q[b], *given, self.scale, self.softmax[layer])
+        return out
 
     def _kept(
         self, tail: torch.Tensor, counts: torch.Tensor, most: int
