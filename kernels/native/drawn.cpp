@@ -29,64 +29,63 @@ double power(double base, int times) {
 }
 
 // The log of the probability that rows whose angle has this cosine agree in two tables or more.
-float log_chance(const Drawn &c, float cosine) {
+float log_chance(const Drawn &c, double cosine) {
     const double clamped = cosine < -1 ? -1 : cosine > 1 ? 1 : cosine;
     const double table = power(1 - acos(clamped) / M_PI, c.bits);  // small chances are small differences
     const double others = power(1 - table, c.tables - 1);
     return logf((float)(1 - others * (1 - table) - c.tables * table * others) + c.least);
 }
 
-// Rows of a block less their mean: rows [count][dim], and their lengths.
-template <class K>
-void centre(const Block &block, int count, const float *mean, int dim, float *rows, float *lengths) {
-    for (int t = 0; t < count; t += W) {
-        alignas(64) Floats squares[W] = {};
-        for (int i = 0; i < W && t + i < count; i++)
-            for (int d = 0; d < dim; d += W) {
-                const Floats x = K::read(block.keys[t + i], d) - load(mean + d);
-                store(rows + (long)(t + i) * dim + d, x);
-                squares[i] += x * x;
-            }
-        const Floats sums = totals(squares);
-        for (int i = 0; i < W && t + i < count; i++) lengths[t + i] = sqrtf(sums[i]);
-    }
+typedef double Wide __attribute__((vector_size(8 * W), aligned(8), may_alias));
+
+// A float64 sum: what is left of an angle near that of opposite rows is a small difference.
+double product(const float *one, const float *other, int dim) {
+    Wide sums = {};
+    for (int d = 0; d < dim; d += W)
+        sums += __builtin_convertvector(load(one + d), Wide) * __builtin_convertvector(load(other + d), Wide);
+    double found[4] = {};
+    for (int i = 0; i < W; i++) found[i % 4] += sums[i];
+    return (found[0] + found[1]) + (found[2] + found[3]);
 }
 
-// One K/V head. rows: room for BLOCK centred keys.
+// One K/V head. row: room for a key.
 template <class K>
-void attend_drawn(const Drawn &c, int head, float *rows) {
+void attend_drawn(const Drawn &c, int head, float *row) {
     const int listed_rows = c.counts[head], all_rows = listed_rows + c.stop - c.first;
     const Run run = {c.k + head * c.key_head, c.v + head * c.value_head, c.key_row, c.value_row,
                      c.index + head * c.index_head, listed_rows, c.first, 1};
-    alignas(64) float lengths[BLOCK], logs[BLOCK], products[BLOCK];
-    const char *centred[BLOCK + AHEAD];
-    float best[MOST_GROUP], sum[MOST_GROUP], size[MOST_GROUP];
-    const float *q = c.q + (long)head * c.group * c.dim;
-    float *out = c.out + (long)head * c.group * c.dim;
+    const float *q = c.q + (long)head * c.group * c.dim, *mean = c.means + (long)head * c.dim;
+    float *out = c.out + (long)head * c.group * c.dim, best[MOST_GROUP], sum[MOST_GROUP];
+    double sizes[MOST_GROUP];
     memset(out, 0, sizeof(float) * c.group * c.dim);
     for (int g = 0; g < c.group; g++) {
-        Floats squares = {};
-        for (int d = 0; d < c.dim; d += W) squares += load(q + g * c.dim + d) * load(q + g * c.dim + d);
-        best[g] = -INFINITY, sum[g] = 0, size[g] = sqrtf(total(squares));
+        best[g] = -INFINITY, sum[g] = 0;
+        sizes[g] = sqrt(product(q + g * c.dim, q + g * c.dim, c.dim));
     }
     for (int from = 0; from < all_rows; from += BLOCK) {
         const Block block(run, from, all_rows);
-        int chosen = listed_rows - from;
-        chosen = chosen < 0 ? 0 : chosen < block.count ? chosen : block.count;
-        centre<K>(block, chosen, c.means + (long)head * c.dim, c.dim, rows, lengths);
-        for (int i = 0; chosen && i < listed(chosen); i++)
-            centred[i] = (const char *)(rows + (long)(i < chosen ? i : chosen - 1) * c.dim);
-        for (int g = 0; g < c.group; g++) {
-            const uint8_t *drawn = c.drawn + head * c.drawn_head + g * c.drawn_query + from;
-            if (chosen) logits_of<Float32, 1>(q + g * c.dim, centred, chosen, c.dim, products);
-            for (int i = 0; i < chosen; i++) {
-                const float both = lengths[i] * size[g], cosine = products[i] / (both > 1e-30f ? both : 1e-30f);
-                logs[i] = !drawn[i] ? -INFINITY : from + i < c.sink ? 0 : -log_chance(c, cosine);
+        float *const logs = row + c.dim;  // [group][BLOCK]
+        for (int i = 0; i < block.count; i++) {
+            const bool chosen = from + i < listed_rows, certain = from + i < c.sink;
+            const uint8_t *drawn = c.drawn + head * c.drawn_head + from + i;
+            double size = 0;
+            for (int g = 0; g < c.group; g++) {
+                float &log = logs[g * BLOCK + i] = 0;
+                if (!chosen) continue;
+                if (!drawn[g * c.drawn_query]) log = -INFINITY;
+                else if (!certain) {
+                    if (!size) {
+                        for (int d = 0; d < c.dim; d += W) store(row + d, K::read(block.keys[i], d) - load(mean + d));
+                        size = sqrt(product(row, row, c.dim));
+                    }
+                    const double both = size * sizes[g];
+                    log = -log_chance(c, product(q + g * c.dim, row, c.dim) / (both > 1e-30 ? both : 1e-30));
+                }
             }
-            for (int i = chosen; i < block.count; i++) logs[i] = 0;
-            attend_tile<K, K, 1>(q + g * c.dim, block, c.dim, c.scale, 0, logs, &all_rows, out + g * c.dim,
-                                 best + g, sum + g, nullptr, 0);
         }
+        for (int g = 0; g < c.group; g++)
+            attend_tile<K, K, 1>(q + g * c.dim, block, c.dim, c.scale, 0, logs + g * BLOCK, &all_rows,
+                                 out + g * c.dim, best + g, sum + g, nullptr, 0);
     }
     for (int g = 0; g < c.group; g++)
         for (int d = 0; d < c.dim; d += W) store(out + g * c.dim + d, load(out + g * c.dim + d) / sum[g]);
@@ -96,10 +95,11 @@ template <class K>
 int all_heads(const Drawn &c) {
     static thread_local Scratch scratch;
     if (c.group > MOST_GROUP) return 1;
-    float *rows = (float *)scratch.get(sizeof(float) * BLOCK * c.dim * c.heads);
+    const long each = c.dim + (long)c.group * BLOCK;
+    float *rows = (float *)scratch.get(sizeof(float) * each * c.heads);
     if (!rows) return 2;
 #pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && c.heads > 1)
-    for (int head = 0; head < c.heads; head++) attend_drawn<K>(c, head, rows + (long)head * BLOCK * c.dim);
+    for (int head = 0; head < c.heads; head++) attend_drawn<K>(c, head, rows + head * each);
     return 0;
 }
 

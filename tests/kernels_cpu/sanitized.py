@@ -11,6 +11,10 @@ import kernels.recurrent.delta  # prompts and steps at seams
 import kernels.recurrent.gates
 import kernels.recurrent.ssd
 import kernels.select.drop
+import kernels.sketch.agreement
+import kernels.sketch.drawn
+import kernels.sketch.rebuilt
+import kernels.sketch.shares
 from kernels.attention.native import attend
 from kernels.layer.native_product import Product
 from kernels.native import library

@@ -26,7 +26,11 @@ import kernels.recurrent.gates
 import kernels.recurrent.ssd
 import kernels.select.drop
 import kernels.select.page_bounds
-import kernels.select.topk  # noqa: F401  every binding is known
+import kernels.select.topk
+import kernels.sketch.agreement
+import kernels.sketch.drawn
+import kernels.sketch.rebuilt
+import kernels.sketch.shares  # noqa: F401  every binding is known
 from kernels.native import library
 from kernels.native.kinds import Kind
 
