@@ -55,6 +55,7 @@ SOURCES = (
     "recurrent_prompt.cpp",
     "rows.cpp",
     "shares.cpp",
+    "sketch.cpp",
     "ssd.cpp",
     "step.cpp",
     "topk.cpp",

@@ -12,7 +12,9 @@ import kernels.recurrent.gates
 import kernels.recurrent.ssd
 import kernels.select.drop
 import kernels.sketch.agreement
+import kernels.sketch.channel_bounds
 import kernels.sketch.drawn
+import kernels.sketch.guesses
 import kernels.sketch.rebuilt
 import kernels.sketch.shares
 from kernels.attention.native import attend

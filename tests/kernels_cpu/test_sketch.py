@@ -17,11 +17,15 @@ from hypothesis import strategies as st
 from kernels.launch.softmax import PLAIN, Softmax
 from kernels.native.library import missing
 from kernels.sketch import agreement as signs
+from kernels.sketch import channel_bounds as by_channel
 from kernels.sketch import drawn as draw
+from kernels.sketch import guesses as guess
 from kernels.sketch import rebuilt as rebuild
 from kernels.sketch import shares as share
 from kernels.sketch.agreement import agreement
+from kernels.sketch.channel_bounds import channel_bounds
 from kernels.sketch.drawn import Draws, attend_drawn, attend_drawn_ref
+from kernels.sketch.guesses import guesses
 from kernels.sketch.rebuilt import LowRank, Rows, attend_rebuilt, attend_rebuilt_ref, rebuilds
 from kernels.sketch.shares import HOW, landmark_shares, landmark_shares_ref
 from tests.kernels.support.kernel_checks import ORDERS, assert_close, worst
@@ -33,7 +37,7 @@ HEADS, GROUPS, DIMS = st.sampled_from([1, 2, 3]), st.sampled_from([1, 3, 4, 8]),
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    for module in (signs, draw, share, rebuild):
+    for module in (signs, draw, share, rebuild, guess, by_channel):
         assert module._BINDING.usable(), module._BINDING.fault
     assert not rebuilds("cpu", torch.float32, torch.float32, 64, "cpu")
     assert not rebuilds("auto", torch.float32, torch.int8, 64, "cpu")
@@ -260,6 +264,76 @@ def test_a_whole_rank_that_does_not_turn_gives_back_the_keys():
         torch.testing.assert_close(
             found[0, 2 * head : 2 * head + 2], expected, atol=1e-4, rtol=1e-4
         )
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    heads=HEADS,
+    group=GROUPS,
+    columns=st.sampled_from([1, 8, 15, 16, 17, 19, 32, 38]),
+    tokens=st.sampled_from([0, 1, 15, 16, 17, 255, 1021, 4097]),
+    dtype=st.sampled_from(DTYPES),
+    how=st.sampled_from(guess.HOW),
+    backend=st.sampled_from(["auto", "cpu", "reference"]),
+)
+def test_guesses_against_float64(heads, group, columns, tokens, dtype, how, backend):
+    """And how many are near a head's largest, but for those that a rounding moves."""
+    generator = torch.Generator().manual_seed(columns + tokens)
+    few = torch.randn(heads, group, columns, generator=generator)
+    whole = torch.full((heads, tokens + 2, columns), math.nan, dtype=dtype)
+    whole[:, :tokens] = torch.randn(heads, tokens, columns, generator=generator).to(dtype)
+    rows, room = whole[:, :tokens], torch.full((heads, tokens + 3), 7.0)
+    held = torch.full((heads, group, tokens + 3), 7.0)
+    given = held[:, :, :tokens], room[:, :tokens], 5.0, how, backend
+    found = guesses(few, rows, *given)
+    logits = few.double() @ rows.double().mT
+    below = logits - logits.amax(-1, keepdim=True) if tokens else logits
+    exact = below.amax(1) if how == "max" else below.mean(1)
+    rough = []
+    for shift in range(ORDERS if tokens else 0):
+        order, plain = torch.arange(columns).roll(shift), torch.empty(heads, tokens)
+        own = torch.empty(heads, group, tokens), plain, 5.0, how
+        guess.guesses_ref(few[..., order], rows[..., order], *own)
+        rough.append(plain)
+    # scores are small differences: the roundings are those of the logits
+    size = logits.abs().max() if tokens else 0
+    if tokens:
+        found_of, exact_of = (t.double() - size for t in (room[:, :tokens], exact))
+        near(found_of, exact_of, [t.double() - size for t in rough], torch.float32, "guesses")
+    assert (room[:, tokens:] == 7).all() and (held[:, :, tokens:] == 7).all()
+    least, most = ((exact > bound).sum(1) for bound in (-5 + 1e-4, -5 - 1e-4))
+    assert all(a <= n <= b for a, n, b in zip(least.tolist(), found.tolist(), most.tolist()))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    heads=HEADS,
+    group=GROUPS,
+    dim=st.sampled_from([5, 16, 64]),
+    count=st.sampled_from([1, 4, 5]),
+    pages=st.sampled_from([0, 1, 15, 16, 17, 33, 257]),
+    dtype=st.sampled_from(DTYPES),
+    how=st.sampled_from(by_channel.HOW),
+    backend=st.sampled_from(["auto", "cpu", "reference"]),
+)
+def test_bounds_by_channels_against_float64(heads, group, dim, count, pages, dtype, how, backend):
+    generator = torch.Generator().manual_seed(dim + pages)
+    q = torch.randn(heads, group, dim, generator=generator)
+    low, high = torch.full((2, heads, dim, pages + 3), math.nan, dtype=dtype)
+    some = torch.randn(2, heads, dim, pages, generator=generator).to(dtype)
+    low[:, :, :pages], high[:, :, :pages] = some.amin(0), some.amax(0)
+    room = torch.full((heads, pages + 3), 7.0)
+    given = low[:, :, :pages], high[:, :, :pages], count, room[:, :pages], how, backend
+    channel_bounds(q, *given)
+    exact = []
+    for head in range(heads):
+        own = q[head].abs().sum(0).sort(descending=True).indices[:count]
+        few = q[head, :, own].double().unsqueeze(2)  # [G, count, 1]
+        sides = (side[head, own, :pages].double() for side in (low, high))
+        bound = torch.maximum(*(few * side for side in sides)).sum(1)
+        exact.append({"max": bound.amax, "mean": bound.mean, "sum": bound.sum}[how](0))
+    torch.testing.assert_close(room[:, :pages], torch.stack(exact).float(), atol=1e-5, rtol=1e-5)
+    assert (room[:, pages:] == 7).all()
 
 
 def test_results_do_not_depend_on_threads():

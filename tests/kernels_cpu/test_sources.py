@@ -28,7 +28,9 @@ import kernels.select.drop
 import kernels.select.page_bounds
 import kernels.select.topk
 import kernels.sketch.agreement
+import kernels.sketch.channel_bounds
 import kernels.sketch.drawn
+import kernels.sketch.guesses
 import kernels.sketch.rebuilt
 import kernels.sketch.shares  # noqa: F401  every binding is known
 from kernels.native import library

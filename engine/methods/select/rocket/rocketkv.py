@@ -29,8 +29,8 @@ from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.select.across.by_logits import require_room
 from engine.methods.select.base import Budgeted, Buffer, Selecting, Selection
-from engine.methods.select.index.base import REDUCTIONS, grouped, reduced, within_head_dim
-from engine.methods.select.rocket.page_channels import bounds, extremes
+from engine.methods.select.index.base import REDUCTIONS, grouped, within_head_dim
+from engine.methods.select.rocket.page_channels import extremes
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan, single_layer_groups
 from engine.plan.needs import MOST_WINDOW, Needs
@@ -38,6 +38,7 @@ from kernels.launch.on_device import on_device
 from kernels.rows.forms import unpack_keys
 from kernels.select.column_sums import column_sums
 from kernels.select.topk import select_topk
+from kernels.sketch.channel_bounds import channel_bounds
 
 AT_ONCE = 4096  # tokens of an answer that join the pages at a time
 
@@ -313,8 +314,8 @@ class RocketRuntime(Selecting):
         counts = [0 if self._covers(b, n) else self._pages(b, n) for b, n in enumerate(lengths)]
         for b, found in enumerate(self.bounds.view(len(q), heads, -1)):
             low, high = (side[group, b, :, :, : counts[b]] for side in (self.low, self.high))
-            bound = bounds(grouped(q[b, -1], heads), low, high, self._channels)
-            found[:, : counts[b]] = reduced(bound, self.method.gqa_reduce)
+            given = low, high, self._channels, found[:, : counts[b]], self.method.gqa_reduce
+            channel_bounds(grouped(q[b, -1], heads), *given, self.setup.backend)
         stop = on_device(counts, torch.int32, q.device).repeat_interleave(heads)
         taken = torch.empty_like(stop)
         given = torch.zeros_like(stop), stop, torch.full_like(stop, self.k // size)

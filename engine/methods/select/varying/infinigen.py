@@ -28,13 +28,7 @@ from engine.base.checks import found, integer, is_number, one_of
 from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.select.base import Buffer, Selection
-from engine.methods.select.index.base import (
-    AT_ONCE,
-    Indexed,
-    grouped,
-    reduced,
-    within_head_dim,
-)
+from engine.methods.select.index.base import Indexed, grouped, within_head_dim
 from engine.methods.select.taught.learnt import Learnt
 from engine.methods.select.varying.base import VaryingRuntime
 from engine.methods.select.varying.skew import skewed
@@ -42,6 +36,7 @@ from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
 from kernels.rows.forms import key_floats
+from kernels.sketch.guesses import guesses
 
 SHARE = 0.3  # of the head dimension: columns, by default
 
@@ -179,15 +174,11 @@ class InfiniGenRuntime(VaryingRuntime):
         heads, method = self.held.shape[2], self.method
         scores = self.scores.view(len(q), heads, -1)
         logits = self.logits.view(len(q), heads, -1, self.logits.shape[1])
+        how = method.alpha, method.gqa_reduce, self.setup.backend
         for b, n in enumerate(lengths):
             few = grouped(q[b], heads) @ self.skew[group] * self.scale
-            for first in range(0, n, AT_ONCE):
-                part = slice(first, min(n, first + AT_ONCE))
-                logits[b, :, :, part] = few @ self.held[group, b, :, part].float().mT
-            below = logits[b, :, :, :n]
-            below -= below.amax(-1, keepdim=True) if n else 0.0
-            scores[b, :, :n] = reduced(below, method.gqa_reduce)
-            self.counts[b] = (scores[b, :, :n] > -method.alpha).sum() // heads
+            given = few, self.held[group, b, :, :n], logits[b, :, :, :n], scores[b, :, :n]
+            self.counts[b] = guesses(*given, *how).sum() // heads
         return self.scores
 
     def wanted(self, stop: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
