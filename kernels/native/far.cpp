@@ -1,5 +1,5 @@
 // A query that meets some rows at one distance, wherever they stand, and the newest at their own
-// (kernels/kept/far.py): far keys are turned back to position 0 as they are read. What attends to the
+// (kernels/kept/far.py): far keys are turned back as they are read, to where their run begins, and queries on to there. What attends to the
 // newest is attention.cpp.
 #include "attention.h"
 #include "scratch.h"
@@ -24,8 +24,7 @@ struct Far {  // strides in bytes
 
 INLINE long row_of(const Far &c, int t) { return c.rows ? c.rows[t] : t; }
 
-constexpr int RUN = 64;      // rows whose turns are one turn times one of a table
-constexpr int SOME = 64;     // far rows at a time: turned keys stay in the first cache
+constexpr int RUN = 64;      // rows in turn whose keys are turned by a table, and queries to where they begin
 constexpr int PAIRS = 1024;  // most pairs of a head
 
 typedef double Doubles __attribute__((vector_size(4 * W), aligned(8), may_alias));
@@ -54,32 +53,46 @@ struct Turn {
 // double what they have, so that an angle is at most 2 * log2(RUN) products from one of the library's.
 struct Turns {
     int pairs, wide;
-    double *tables;  // [2][RUN][2][wide], then three of [2][wide]
+    const double *freq;
+    double *tables;  // [2][RUN][2][wide]
+    float *few;      // [RUN][2][pairs]: the first table, rounded
 
     static int padded(int pairs) { return (pairs + W / 2 - 1) / (W / 2) * (W / 2); }
-    static long doubles(int pairs) { return (2L * RUN + 3) * 2 * padded(pairs); }
+    static long doubles(int pairs) { return 2L * RUN * 2 * padded(pairs); }
+    static long own(int pairs) { return 3L * 2 * padded(pairs); }  // doubles of a caller of `write`
     Turn turn(long number) const { return {tables + number * 2 * wide, wide}; }
 
-    Turns(const double *freq, int count, double *memory) : pairs(count), wide(padded(count)), tables(memory) {
+    Turns(const double *freq, int count, double *memory, float *few)
+        : pairs(count), wide(padded(count)), freq(freq), tables(memory), few(few) {
         memset(memory, 0, sizeof(double) * doubles(count));  // the rest of a vector
         for (int size = 0; size < 2; size++) {
             const long first = size * RUN;
             turn(first).angles(0, freq, pairs), turn(first + 1).angles(size ? RUN : 1, freq, pairs);
             for (int i = 2; i < RUN; i++) turn(first + i).product(turn(first + i / 2), turn(first + i - i / 2));
         }
+        for (int i = 0; i < RUN; i++)
+            for (int p = 0; p < pairs; p++)
+                few[(long)2 * i * pairs + p] = (float)turn(i).at[p],
+                          few[(long)(2 * i + 1) * pairs + p] = (float)turn(i).at[wide + p];
     }
-    // table [count][2][pairs]: cos and sin of at[i] * freq.
-    void write(const int64_t *at, int count, const double *freq, float *table) const {
-        const Turn most = turn(2 * RUN), some = turn(2 * RUN + 1), own = turn(2 * RUN + 2);
-        for (int i = 0; i < count; i++, table += 2 * pairs) {
-            const int64_t run = at[i] / RUN, before = i ? at[i - 1] / RUN : -1;
-            if (!i || run / RUN != before / RUN) most.angles((double)(run / RUN) * RUN * RUN, freq, pairs);
-            if (!i || run != before) some.product(most, turn(RUN + run % RUN));
-            own.product(some, turn(at[i] % RUN));
-            for (int p = 0; p < pairs; p++) table[p] = (float)own.at[p], table[pairs + p] = (float)own.at[wide + p];
-        }
+    // The turn to `at`, by way of one to `before` (-1: none). memory: `own` doubles of the caller.
+    Turn to(int64_t at, int64_t before, double *memory) const {
+        const Turn most = {memory, wide}, some = {memory + 2 * wide, wide}, own = {memory + 4 * wide, wide};
+        const int64_t run = at / RUN;
+        if (before < 0 || run / RUN != before / RUN / RUN) most.angles((double)(run / RUN) * RUN * RUN, freq, pairs);
+        some.product(most, turn(RUN + run % RUN)), own.product(some, turn(at % RUN));
+        return own;
     }
 };
+
+// A query turned on, as floats.
+void turn_query(const float *q, const Turn &turn, int pairs, int dim, float *to) {
+    for (int d = 2 * pairs; d < dim; d++) to[d] = q[d];
+    for (int p = 0; p < pairs; p++) {
+        const double cos = turn.at[p], sin = turn.at[turn.wide + p], one = q[p], other = q[pairs + p];
+        to[p] = (float)(one * cos - other * sin), to[pairs + p] = (float)(other * cos + one * sin);
+    }
+}
 
 // A row of K as floats, turned back from where it stands.
 template <class K>
@@ -105,31 +118,45 @@ void meet(const Far &c, const Block &block, const float *q, float *out, float *b
     attend_tile<Float32, K, T>(q, block, c.dim, c.scale, 0, nullptr, all, out, best, sum, nullptr, 0);
 }
 
-// One K/V head's queries attend to the far rows. turns [far][2][pairs]; rows: room for SOME keys; out
-// [group][dim], not divided, best and sum [group] as attend_tile has them.
+// One K/V head's queries attend to the far rows, run by run: a key is turned back by how far it is from the
+// run's first, the queries on by where that stands. rows: room for RUN keys and the queries; memory: doubles
+// as `Turns::to` wants; out [group][dim], not divided, best and sum [group] as attend_tile has them.
 template <class K>
-void attend_far(const Far &c, int head, const float *turns, float *rows, float *out, float *best, float *sum) {
+void attend_far(const Far &c, int head, const Turns &turns, double *memory, float *rows, float *out, float *best,
+                float *sum) {
     const char *keys = c.far_k + head * c.far_key_head, *values = c.far_v + head * c.far_value_head;
-    const float *q = c.distant + (long)head * c.group * c.dim;
+    const float *given = c.distant + (long)head * c.group * c.dim;
+    float *const q = rows + (long)RUN * c.dim;
+    memset(memory, 0, sizeof(double) * Turns::own(c.pairs));
     memset(out, 0, sizeof(float) * c.group * c.dim);
     for (int g = 0; g < c.group; g++) best[g] = -INFINITY, sum[g] = 0;
     Block block;
-    for (int first = 0; first < c.far; first += SOME) {
-        block.first = first, block.count = first + SOME < c.far ? SOME : c.far - first;
-        for (int i = 0; i < listed(block.count); i++) {
-            const int t = first + i < c.far ? first + i : c.far - 1, own = i < block.count ? i : block.count - 1;
+    int64_t before = -1;
+    for (int first = 0; first < c.far; first += block.count) {
+        const int64_t stands = c.at[first];
+        int count = 1;
+        while (count < RUN && first + count < c.far && c.at[first + count] == stands + count) count++;
+        const Turn turn = turns.to(stands, before, memory);
+        before = stands;
+        for (int g = 0; g < c.group; g++)
+            turn_query(given + (long)g * c.dim, turn, c.pairs, c.dim, q + (long)g * c.dim);
+        block.first = first, block.count = count;
+        for (int i = 0; i < listed(count); i++) {
+            const int t = first + i < c.far ? first + i : c.far - 1, own = i < count ? i : count - 1;
             block.keys[i] = (const char *)(rows + (long)own * c.dim);
             block.values[i] = values + row_of(c, t) * c.far_value_row;
         }
-        for (int i = 0; i < block.count; i++) {
+        for (int i = 0; i < count; i++) {
             const int t = first + i, next = t + AHEAD < c.far ? t + AHEAD : t;
             fetch(keys + row_of(c, next) * c.far_key_row, c.dim * K::bytes);
             const char *key = keys + row_of(c, t) * c.far_key_row;
-            turn_key<K>(key, turns + (long)t * 2 * c.pairs, c.pairs, c.dim, rows + (long)i * c.dim);
+            turn_key<K>(key, turns.few + (long)i * 2 * c.pairs, c.pairs, c.dim, rows + (long)i * c.dim);
         }
         int g = 0;
         for (; g + 4 <= c.group; g += 4)
             meet<K, 4>(c, block, q + (long)g * c.dim, out + (long)g * c.dim, best + g, sum + g);
+        for (; g + 2 <= c.group; g += 2)
+            meet<K, 2>(c, block, q + (long)g * c.dim, out + (long)g * c.dim, best + g, sum + g);
         for (; g < c.group; g++)
             meet<K, 1>(c, block, q + (long)g * c.dim, out + (long)g * c.dim, best + g, sum + g);
     }
@@ -150,10 +177,10 @@ int far_and_near(const Far &c, int kind) {
     static thread_local Scratch scratch, tables;
     if (c.pairs > PAIRS || c.dim > 2 * PAIRS) return 1;
     const int queries = c.heads * c.group, splits = (c.near + c.split - 1) / c.split;
-    const long parts = (long)queries * splits * (c.dim + 2), rows = (long)c.heads * SOME * c.dim;
-    const long turned = 2L * c.far * c.pairs, sums = (long)queries * (c.dim + 2);
-    float *const lse = (float *)scratch.get(sizeof(float) * (queries + parts + sums + rows + turned));
-    double *const memory = (double *)tables.get(sizeof(double) * Turns::doubles(c.pairs));
+    const long parts = (long)queries * splits * (c.dim + 2), each = (long)(RUN + c.group) * c.dim;
+    const long few = 2L * RUN * c.pairs, sums = (long)queries * (c.dim + 2), own = Turns::own(c.pairs);
+    float *const lse = (float *)scratch.get(sizeof(float) * (queries + parts + sums + c.heads * each + few));
+    double *const memory = (double *)tables.get(sizeof(double) * (Turns::doubles(c.pairs) + c.heads * own));
     if (!lse || !memory) return 2;
     Call call = {};
     call.q = c.q, call.out = c.out, call.lse = lse, call.parts = lse + queries;
@@ -166,13 +193,14 @@ int far_and_near(const Far &c, int kind) {
     call.scale = c.scale;
     if (const int fault = omnikv_attend(&call, kind)) return fault;
     float *const far = lse + queries + parts, *const best = far + (long)queries * c.dim, *const sum = best + queries;
-    float *const keys = sum + queries, *const turns = keys + rows;
-    if (c.far) Turns(c.freq, c.pairs, memory).write(c.at, c.far, c.freq, turns);
+    float *const keys = sum + queries;
+    const Turns turns(c.freq, c.pairs, memory, keys + c.heads * each);
 #pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1)
     for (int head = 0; head < c.heads; head++) {
         const long at = (long)head * c.group;
         if (c.far)
-            attend_far<K>(c, head, turns, keys + (long)head * SOME * c.dim, far + at * c.dim, best + at, sum + at);
+            attend_far<K>(c, head, turns, memory + Turns::doubles(c.pairs) + head * own, keys + head * each,
+                          far + at * c.dim, best + at, sum + at);
         for (long r = at; r < at + c.group; r++) {
             if (c.far) join_far(c, far + r * c.dim, best[r], sum[r], c.out + r * c.dim, lse + r);
             float *const weights = c.received + r * c.near;

@@ -223,6 +223,8 @@ class InfLLMRuntime(Runtime):
         # (first position, last position + 1, turns to the local distance) of the newest piece: all
         # layers have the same; None between chunks and steps
         self._turns: tuple[int, int, Turns] | None = None
+        # (first position, last position + 1, the positions beside the chosen blocks') alike
+        self._ends: tuple[int, int, tuple[torch.Tensor, ...]] | None = None
         # (layer, stop, output of the last query) of the chunk under way
         self._newest: tuple[int, int, torch.Tensor] | None = None
 
@@ -246,7 +248,7 @@ class InfLLMRuntime(Runtime):
 
     def commit(self, count: int) -> None:
         self.memory.commit()
-        self._newest = self._turns = None
+        self._newest = self._turns = self._ends = None
 
     def state(self) -> Any:
         return self.memory.state()
@@ -339,9 +341,9 @@ class InfLLMRuntime(Runtime):
 
         memory.form(layer, b, start, plain_keys, keep)
         layout = Layout.at(self.method, start)
-        positions = torch.arange(start, stop, device=q.device)
         distant = self._distant(q, start)
-        places, first = memory.rank(layer, b, distant.mean(0), layout), max(0, start - local + 1)
+        mean = distant[0] if len(q) == 1 else distant.mean(0)
+        places, first = memory.rank(layer, b, mean, layout), max(0, start - local + 1)
         blocks = memory.reads(layer, b, places, start)
         far = self._far_rows(start, stop, blocks)
         k, v = near.rows(first, stop)
@@ -357,6 +359,7 @@ class InfLLMRuntime(Runtime):
             out = out[None]
         else:
             far_k, far_v = self._far(layer, b, bank, layout, places, near, stop)
+            positions = torch.arange(start, stop, device=q.device)
             turned = self.rotary.rotate_by(key_floats(far_k).transpose(0, 1), -far).transpose(0, 1)
             out, received = attend_far_and_near(
                 q, distant, turned, far_v, k, v, far, first, positions, local, self.scale
@@ -405,16 +408,15 @@ class InfLLMRuntime(Runtime):
         """Positions that some query of a piece sees outside its window: initial ones, the chosen
         blocks', the remainder's; ascending int64.
         """
-        size, device = self.method.block, self.setup.device
-        layout, edge = Layout.at(self.method, start), stop - self.method.local
+        size = self.method.block
+        if self._ends is None or self._ends[:2] != (start, stop):
+            layout, edge = Layout.at(self.method, start), stop - self.method.local
+            spans = (0, layout.initial), (0, size), (layout.rest, max(layout.rest, edge))
+            made = (torch.arange(*span, device=self.setup.device) for span in spans)
+            self._ends = start, stop, tuple(made)
+        initial, inside, rest = self._ends[2]
         chosen = self.method.init + size * blocks
-        return torch.cat(
-            [
-                torch.arange(layout.initial, device=device),
-                (chosen.unsqueeze(1) + torch.arange(size, device=device)).flatten(),
-                torch.arange(layout.rest, max(layout.rest, edge), device=device),
-            ]
-        )
+        return torch.cat([initial, (chosen.unsqueeze(1) + inside).flatten(), rest])
 
     def tail_start(self, step: Step) -> torch.Tensor:
         """The window."""

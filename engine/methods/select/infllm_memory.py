@@ -189,9 +189,11 @@ class BlockMemory:
         float32 [Hkv, n, D]; keep(first, place int64 [1]) is told where the block at position
         `first` goes, if their number is limited.
         """
-        ring = self.scores[1 - self.half[layer], layer, b]
         attended, formed = self.pending[layer][b]
         size, blocks = self.method.block, Layout.at(self.method, length).blocks
+        if formed >= blocks:
+            return
+        ring = self.scores[1 - self.half[layer], layer, b]
         for block in range(formed, blocks):
             first = self.method.init + block * size
             rows = keys(first, first + size)
@@ -208,7 +210,7 @@ class BlockMemory:
                 place = self.kept.take(layer, b, block, length)
                 self.means[layer, b].index_copy_(0, place, mean[None])
                 keep(first, place)
-        self.pending[layer][b] = attended, max(formed, blocks)
+        self.pending[layer][b] = attended, blocks
 
     def state(self) -> Any:
         """What is committed of sequence 0: scores [layers, H, R], tokens and blocks known, and the
