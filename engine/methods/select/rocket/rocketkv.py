@@ -314,8 +314,9 @@ class RocketRuntime(Selecting):
         counts = [0 if self._covers(b, n) else self._pages(b, n) for b, n in enumerate(lengths)]
         for b, found in enumerate(self.bounds.view(len(q), heads, -1)):
             low, high = (side[group, b, :, :, : counts[b]] for side in (self.low, self.high))
-            given = low, high, self._channels, found[:, : counts[b]], self.method.gqa_reduce
-            channel_bounds(grouped(q[b, -1], heads), *given, self.setup.backend)
+            sides = low, high, self._channels, found[:, : counts[b]]
+            how = self.method.gqa_reduce, self.setup.backend
+            channel_bounds(grouped(q[b, -1], heads), *sides, *how)
         stop = on_device(counts, torch.int32, q.device).repeat_interleave(heads)
         taken = torch.empty_like(stop)
         given = torch.zeros_like(stop), stop, torch.full_like(stop, self.k // size)
