@@ -6,7 +6,7 @@ operators.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -15,6 +15,9 @@ from kernels.native.kinds import FLOATS
 from kernels.native.library import Binding, Case, check, loaded
 
 HOW = ("max", "mean", "sum")  # by their numbers in sketch.cpp
+_REDUCED: dict[str, Callable[..., torch.Tensor]] = dict(
+    zip(HOW, (torch.amax, torch.mean, torch.sum))
+)
 
 
 class _Bounds(ctypes.Structure):
@@ -88,7 +91,7 @@ def channel_bounds_ref(
     head = torch.arange(len(few), device=few.device).unsqueeze(1)
     least, most = (side[head, channels].to(few.dtype) for side in (low, high))
     found = few.clamp(min=0) @ most + few.clamp(max=0) @ least
-    out.copy_({"max": found.amax, "mean": found.mean, "sum": found.sum}[how](1))
+    out.copy_(_REDUCED[how](found, 1))
 
 
 @_BINDING.self_test

@@ -6,7 +6,7 @@ torch's operators.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -16,6 +16,9 @@ from kernels.native.kinds import FLOATS
 from kernels.native.library import Binding, Case, check, loaded
 
 HOW = ("max", "mean", "sum")  # by their numbers in shares.cpp
+_REDUCED: dict[str, Callable[..., torch.Tensor]] = dict(
+    zip(HOW, (torch.amax, torch.mean, torch.sum))
+)
 LANES = 16  # a head's dimensions are whole vectors
 
 
@@ -107,7 +110,7 @@ def landmark_shares_ref(
     logits = softmax.capped(logits)
     out = aside.unsqueeze(1).expand(-1, logits.shape[1], -1)
     shares = logits.scatter_(2, out, lowest).softmax(-1)
-    found = {"max": shares.amax, "mean": shares.mean, "sum": shares.sum}[how](1)
+    found = _REDUCED[how](shares, 1)
     scores.copy_(found.scatter_(1, aside, lowest))
 
 

@@ -395,13 +395,15 @@ class ShadowRuntime(Selecting):
         out, ends = torch.empty_like(q), zip(chosen.tail_start.tolist(), counts.tolist())
         assert chosen.index is not None
         for b, (first, count) in enumerate(ends):
-            mine, most = chosen.index[b, :, : count // size], first // size
-            turns = (t[b, :, :count].contiguous() for t in (cos, sin))
-            own = self.coefficients[group, b], self.basis[group, b], mine, size, *turns
-            held = self._held(most) * size
-            exact = (t[group, b, :, :held] for t in (self.outlier_k, self.outlier_v))
-            tail = (t[b] for t in bank.rows(layer, first, step.lengths[b]))
-            given = Rows(*exact), LowRank(*own, brought[b], host), Rows(*tail)
+            turns = cos[b, :, :count].contiguous(), sin[b, :, :count].contiguous()
+            mine, held = chosen.index[b, :, : count // size], self._held(first // size) * size
+            basis = self.coefficients[group, b], self.basis[group, b], mine, size
+            k, v = bank.rows(layer, first, step.lengths[b])
+            given = (
+                Rows(self.outlier_k[group, b, :, :held], self.outlier_v[group, b, :, :held]),
+                LowRank(*basis, *turns, brought[b], host),
+                Rows(k[b], v[b]),
+            )
             out[b] = attend_rebuilt(q[b], *given, self.scale, self.softmax[layer])
         return out
 
