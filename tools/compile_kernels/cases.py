@@ -10,7 +10,7 @@ from weights.shapes import config_of
 
 PREFILL_LAUNCHERS = ("columns", "gathered", "blocks", "capped", "parts")
 # those that know a cap on logits, or sinks
-SOFTMAX_LAUNCHERS = ("dense", "scored", "sparse", "window", "gathered", "capped")
+SOFTMAX_LAUNCHERS = ("dense", "scored", "sparse", "lists", "window", "gathered", "capped")
 HOST_LAUNCHERS = ("slots", "fetch", "home", "store")
 STEP_LAUNCHERS = ("product", "norm", "rotate", "few_bits", "tiles", "experts", "net", "ssd")
 FLOATS = ("bfloat16", "float16", "float32")
@@ -82,7 +82,7 @@ def shipped(everything: bool = False) -> list[Case]:
     if not everything:
         cases = [
             Case(name, "bfloat16", d, g)
-            for name in ("dense", "scored", "ragged", "sparse")
+            for name in ("dense", "scored", "ragged", "sparse", "lists")
             for d in (64, 128)
             for g in (1, 4, 8)
         ]
@@ -143,6 +143,7 @@ def _others() -> list[Case]:
                 "scored",
                 "ragged",
                 "sparse",
+                "lists",
                 "window",
                 *prefill,
                 "product",
@@ -192,7 +193,7 @@ def _steps() -> list[Case]:
 def _packed() -> list[Case]:
     """Rows of the bank in 8 bits, and in 6 and 4."""
     prefill = ("columns", "gathered", "blocks")
-    names = ("dense", "scored", "ragged", "sparse", *prefill, "window", "rotate")
+    names = ("dense", "scored", "ragged", "sparse", "lists", *prefill, "window", "rotate")
     return [
         *(Case(name, packed=form) for form in ROW_FORMS for name in names),
         *(Case(name, "bfloat16", 64, 8, packed=form) for form in ROW_FORMS for name in names),
@@ -207,7 +208,7 @@ def _published() -> list[Case]:
     return [
         Case(name, "bfloat16", d, g)
         for d, g in sorted(published_heads())
-        for name in ("dense", "scored", "ragged", "sparse", "rotate")
+        for name in ("dense", "scored", "ragged", "sparse", "lists", "rotate")
     ]
 
 
