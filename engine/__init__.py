@@ -22,6 +22,7 @@ _HOMES = {
     "ClusterKV": "engine.methods.select.index.clusterkv",
     "DoubleSparsity": "engine.methods.select.index.double_sparsity",
     "Duo": "engine.methods.evict.duo",
+    "EMLLM": "engine.methods.select.events.em_llm",
     "ExpectedAttention": "engine.methods.evict.expected_attention",
     "FastGen": "engine.methods.evict.fastgen",
     "H2O": "engine.methods.evict.h2o",

@@ -45,6 +45,7 @@ from engine.methods.select.across.kascade import Kascade as Kascade
 from engine.methods.select.across.less_is_more import LessIsMore as LessIsMore
 from engine.methods.select.across.omnikv_heads import OmniKVHeads as OmniKVHeads
 from engine.methods.select.across.omnikv_top_p import OmniKVTopP as OmniKVTopP
+from engine.methods.select.events.em_llm import EMLLM as EMLLM
 from engine.methods.select.index.clusterkv import ClusterKV as ClusterKV
 from engine.methods.select.index.double_sparsity import DoubleSparsity as DoubleSparsity
 from engine.methods.select.index.pqcache import PQCache as PQCache

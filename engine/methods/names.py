@@ -12,6 +12,7 @@ NAMES = (
     "delta",
     "double_sparsity",
     "duo",
+    "em_llm",
     "expected_attention",
     "fastgen",
     "full",

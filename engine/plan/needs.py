@@ -90,6 +90,8 @@ class Needs:
     near: K that is freed; None: none.
     piece: most tokens of a chunk (Runtime.chunk_stop); None: as many as the plan has.
     ahead: layers that choose by the input of the layer before (Runtime.foresee), each above 0.
+    rebuilt: rows and Runtime.state say all, although steps run again on the way back: a file may
+    hold the session.
     """
 
     selected: int = 0
@@ -130,6 +132,7 @@ class Needs:
     kept: BlockCache | None = None
     piece: int | None = None
     ahead: tuple[int, ...] = ()
+    rebuilt: bool = False
 
     def waiting_rows(self, chunk: int) -> int:
         """The most rows of a layer that wait for a store that forgets, those of a chunk among them.

@@ -77,7 +77,7 @@ def require_savable(session: SessionState) -> None:
             f"save: found {name} with forget=True, whose keys of distant tokens are gone; use "
             "forget=False, whose bank has them all"
         )
-    elif needs.history != "bank":
+    elif needs.history != "bank" and not needs.rebuilt:
         raise SettingError(
             f"save: found a session of {name}, which keeps a store of its own beside the "
             "bank; expected a method that keeps every token (/method full in the chat, "

@@ -35,6 +35,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "omnikv_top_p": {"tokens": EVERYTHING, "mass": 1.0},
     "oracle_topp": {"tokens": EVERYTHING, "p": 1.0},
     "infllm": {"local": EVERYTHING},
+    "em_llm": {"tokens": EVERYTHING, "local": 64, "most": 32},
     "minference": {},
     "quoka": {"tokens": EVERYTHING, "block": 16},
     "xattention": {"threshold": 1.0},

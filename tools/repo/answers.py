@@ -52,6 +52,10 @@ SETTINGS = {
     "brutal_offload": [dict(layers=3, ahead=2)],
     "infllm": [dict(block=8, init=8, local=64, topk=9, representatives=2, cached=12, chunk=32)],
     "quest": [dict(tokens=80, page=8, gqa_reduce="sum"), dict(share=0.2)],
+    "em_llm": [
+        dict(tokens=110, sink=4, local=32, least=4, most=8, representatives=2, window=24),
+        dict(share=0.2, sink=0, local=40, least=3, most=20, representatives=1, gamma=0.5),
+    ],
     "clusterkv": [dict(tokens=64, segment=64, per=8), dict(share=0.2, segment=100, per=10)],
     "double_sparsity": [dict(channels=str(MODEL / "double_sparsity.json"), tokens=64, count=8)],
     "pqcache": [dict(tokens=64, sink=4, train=100), dict(share=0.2, train=64, parts=4)],

@@ -29,6 +29,7 @@ from engine.methods.evict.shared.by_position import Windowed, WindowedRuntime, s
 from engine.methods.evict.shared.runtime import EvictingRuntime
 from engine.methods.evict.shared.store import Part, Rows, Sequence, best
 from engine.methods.evict.shared.windows import spread
+from engine.methods.select.events.surprise import logits_bytes, surprises
 from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary
 from engine.plan.layers import LayerPlan
@@ -38,7 +39,6 @@ from kernels.rows.forms import floats, is_packed, key_floats
 from kernels.select.drop import worst
 
 MOST = 128  # tokens of a segment, and newest tokens that stay, unless they are said
-SLICE = 8 << 20  # logits held at once: 32 MiB
 
 
 class Parts(NamedTuple):
@@ -110,7 +110,7 @@ class SirLLM(Windowed):
 
     def prompt_bytes(self, config: ModelConfig, capacity: int, chunk: int, itemsize: int) -> int:
         """Some rows of logits, and what their sums take."""
-        return 8 * max(config.vocab_size, min(SLICE, chunk * config.vocab_size))
+        return logits_bytes(config.vocab_size, chunk)
 
     def scores_of(self, config: ModelConfig) -> int:
         """The surprise: one number for all query heads."""
@@ -174,11 +174,6 @@ class SirLLM(Windowed):
         return SirLLMRuntime(self, setup)
 
 
-def surprise(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return -log p of ids int64 [n] in nats, under the logits float32 [n, vocab] before them."""
-    return torch.logsumexp(logits, -1) - logits.gather(1, ids.unsqueeze(1))[:, 0]
-
-
 class SirLLMRuntime(WindowedRuntime):
     """Stores whose scores are surprises. `pending` holds {layer: what a new turn's first chunk has
     left of the store} until `commit`.
@@ -207,17 +202,8 @@ class SirLLMRuntime(WindowedRuntime):
 
     def hear(self, ids: Tokens[int], logits: Logits) -> None:
         """Score the tokens, some rows of logits at a time."""
-        tokens = torch.tensor(ids, dtype=torch.int64, device=self.setup.device)
-        told, before = torch.zeros(len(ids), device=tokens.device), self.behind
-        if before is not None:
-            told[:1] = surprise(before.unsqueeze(0), tokens[:1])
-        size = max(1, SLICE // self.setup.config.vocab_size)
-        for first in range(0, len(ids), size):
-            rows = logits(first, min(len(ids), first + size)).float()
-            after = tokens[first + 1 : first + 1 + len(rows)]
-            told[first + 1 : first + 1 + len(rows)] = surprise(rows[: len(after)], after)
-            before = rows[-1]
-        self.told, self.next = told, None if before is None else before.clone()
+        given = ids, logits, self.behind, self.setup.config.vocab_size, self.setup.device
+        self.told, self.next = surprises(*given)
 
     def add_scores(self, b: int, sequence: Sequence, count: int) -> None:
         """Whoever steps without a session tells nothing, and nothing surprises."""

@@ -66,6 +66,7 @@ from engine.methods.select.across.kascade import Kascade
 from engine.methods.select.across.less_is_more import LessIsMore
 from engine.methods.select.across.omnikv_heads import OmniKVHeads
 from engine.methods.select.across.omnikv_top_p import OmniKVTopP
+from engine.methods.select.events.em_llm import EMLLM
 from engine.methods.select.index.clusterkv import ClusterKV
 from engine.methods.select.index.double_sparsity import DoubleSparsity
 from engine.methods.select.index.pqcache import PQCache
@@ -659,6 +660,31 @@ ROWS = (
         ),
         rows_by_head,
         selects=True,
+    ),
+    Row(
+        "em_llm",
+        EMLLM(tokens=CAPACITY, local=64, most=32),
+        (
+            EMLLM(tokens=130, sink=4, local=32, least=4, most=8, representatives=2, window=24),
+            EMLLM(
+                share=0.4,
+                sink=0,
+                local=40,
+                least=3,
+                most=9,
+                representatives=1,
+                gamma=0.5,
+                refine="conductance",
+                contiguity=0.2,
+                reach=2,
+                dense_layers=2,
+            ),
+        ),
+        rows_by_head,
+        selects=True,
+        replays=True,
+        # a prompt's last layer is computed whole, for the logits of all tokens
+        tolerance=5e-5,
     ),
     Row(
         "retroinfer",

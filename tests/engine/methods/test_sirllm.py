@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from engine.base.errors import SettingError
-from engine.methods.evict import sirllm
 from engine.methods.evict.sirllm import SirLLM, SirLLMRuntime
 from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.full import Full
+from engine.methods.select.events import surprise
 from tests.builders import GROUPS, random_ids, tiny_config, tiny_llm, tiny_weights
 from tests.engine.methods.evicting_simulation import Conversation, Rule
 from tests.engine.methods.official_simulation import Model, Shape
@@ -144,7 +144,7 @@ def assert_held(session, oracle):
 @pytest.mark.parametrize("recent", [0, 9])
 def test_with_equal_surprises_it_is_streaming_llm_to_the_bit(monkeypatch, heads, recent):
     """Answers, over the turning point; a prompt token by token, within the rounding of chunks."""
-    monkeypatch.setattr(sirllm, "surprise", lambda logits, ids: torch.ones(len(ids)))
+    monkeypatch.setattr(surprise, "surprise", lambda logits, ids: torch.ones(len(ids)))
     llm, _ = made(heads)
     method = SirLLM(tokens=24, recent=recent, segment=1)
     with llm.session(method) as one, llm.session(StreamingLLM(tokens=24)) as other:
@@ -162,7 +162,7 @@ def test_with_equal_surprises_it_is_streaming_llm_to_the_bit(monkeypatch, heads,
 
 def test_with_equal_surprises_some_other_distance_is_noticed(monkeypatch):
     """The control of the test above."""
-    monkeypatch.setattr(sirllm, "surprise", lambda logits, ids: torch.ones(len(ids)))
+    monkeypatch.setattr(surprise, "surprise", lambda logits, ids: torch.ones(len(ids)))
     llm, _ = made()
     with (
         llm.session(SirLLM(tokens=24, segment=1)) as one,
@@ -213,7 +213,7 @@ def test_logits_of_a_chunk_are_never_held_together(monkeypatch):
         hear(self, tokens, lambda *at: seen.append(at) or logits(*at))
 
     monkeypatch.setattr(SirLLMRuntime, "hear", counted)
-    monkeypatch.setattr(sirllm, "SLICE", 7 * llm.config.vocab_size + 5)
+    monkeypatch.setattr(surprise, "SLICE", 7 * llm.config.vocab_size + 5)
     torch.testing.assert_close(scores(), whole, atol=1e-5, rtol=0)
     assert max(stop - first for first, stop in seen) == 7 and seen[-1][1] == 60
 

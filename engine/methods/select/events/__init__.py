@@ -1,0 +1,1 @@
+"""Events of a text: where they begin, by surprise and by K, and what stands for them."""
