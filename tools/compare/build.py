@@ -29,6 +29,7 @@ from engine.methods.select.across import sharing
 from engine.methods.select.across.head_map import NAME
 from engine.methods.select.across.hshare import HShare
 from engine.methods.select.across.kascade import Kascade
+from engine.methods.select.events.em_llm import EMLLM
 from engine.methods.select.index.clusterkv import ClusterKV
 from engine.methods.select.index.double_sparsity import DoubleSparsity
 from engine.methods.select.index.pqcache import PQCache
@@ -435,6 +436,18 @@ def clusterkv(facts: Facts, share: float) -> ClusterKV:
     """
     segment = min(ClusterKV.segment, max(16, facts.capacity // 16))
     return ClusterKV(share=share, segment=segment, per=min(ClusterKV.per, segment // 4))
+
+
+def em_llm(facts: Facts, share: float) -> EMLLM:
+    """Build EM-LLM: first tokens, window and events as 1 to 4 to 12, of events as much smaller as
+    the budget is, so that some tens of them fit into it.
+    """
+    rows = max(64, round(share * facts.capacity))
+    most = min(EMLLM.most, max(4, 1 << max(0, (rows // 16).bit_length() - 1)))
+    least = min(EMLLM.least, most // 2)
+    local, few = max(2 * most, rows * 4 // 17), min(EMLLM.representatives, least)
+    given = dict(sink=rows // 17, local=local, least=least, most=most, representatives=few)
+    return EMLLM(tokens=max(1, rows - local), **given)
 
 
 def retroinfer(facts: Facts, share: float) -> RetroInfer:

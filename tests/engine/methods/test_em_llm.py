@@ -1,5 +1,5 @@
-"""EM-LLM against its rule in float64: boundaries, what moves them, what stands for an event, and what
-a step reads, index by index.
+"""EM-LLM against its rule in float64: boundaries, what moves them, what stands for an event, and
+what a step reads, index by index.
 
 Stops: a threshold that knows the token itself or a window too long, an event that the next one's
 boundary tears, neighbours of what was not chosen, a queue that keeps what has no room or forgets
@@ -119,7 +119,7 @@ def test_steps_read_what_the_rule_says(backend, shape, kind, measure, seed):
 )
 @settings(max_examples=20, derandomize=True, deadline=None)
 def test_an_index_does_not_depend_on_how_it_is_made(kind, measure, parts, seed):
-    """In parts, and of two sequences that are cut and go on: the rule's boundaries, the same keys."""
+    """In parts, and of a sequence that is cut and goes on: the rule's boundaries, the same keys."""
     method, n = EMLLM(refine=measure, **kind), 250
     world, each = filled(method, (4, 2), n, seed, batch=2)
     runtime, fresh = world.runtime, method.runtime(world.runtime.setup)

@@ -1,5 +1,5 @@
-"""Events by K: where a boundary had better lie, and which keys stand for an event. Pure functions of
-keys and positions.
+"""Events by K: where a boundary had better lie, and which keys stand for an event. Pure functions
+of keys and positions.
 
 Source: EM-LLM (Fountas et al., ICLR 2025), section 3.3, equations of modularity and conductance.
 The graph's nodes are tokens, its weights the products of their keys, summed over the K/V heads of a

@@ -1,5 +1,5 @@
-"""Which events a step reads: those that its query likes best, and their neighbours in the text, from
-a queue with its own room. Pure functions; no model, no bank.
+"""Which events a step reads: those that its query likes best, and their neighbours in the text,
+from a queue with its own room. Pure functions; no model, no bank.
 
 Source: EM-LLM (Fountas et al., ICLR 2025), section 3.4: a similarity buffer, and a contiguity
 buffer into which the neighbours of retrieved events come as older ones leave.
