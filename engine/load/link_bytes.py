@@ -37,7 +37,7 @@ def prompt_link_bytes(
 
     size: bytes of an element; capacity: tokens of the session. Every chunk needs what the method
     reads of each offloaded layer's past. A model's last layer attends in the final chunk only, with
-    one query; every_query: in all chunks with all queries too (Needs.every_query).
+    one query; every_query: in all chunks with all queries too (Needs.every_query, Needs.outputs).
     """
     if placement is None:
         return 0

@@ -477,7 +477,8 @@ class _Search:
         size, chunk = self.dtype.itemsize, min(self.chunk, context)
         needs = self.method.needs(self.layers, self.config, context, size)
         chunk = context if needs.one_chunk else chunk
-        span = placement, size, chunk, context, context, needs.every_query
+        whole = needs.every_query or needs.outputs
+        span = placement, size, chunk, context, context, whole
         return prompt_link_bytes(self.config, self.method, *span)
 
     def largest_context(self, asked: int | None = None) -> int:

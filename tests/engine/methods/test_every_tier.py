@@ -148,7 +148,7 @@ def test_a_session_is_saved_on_one_tier_and_restored_on_the_other(row, method, t
         with llm.session(method, offload=first) as one:
             one.prefill(random_ids(150))
             [one.decode(token) for token in random_ids(4, seed=1)]
-            if one.runtime.needs.history != "bank":
+            if one.runtime.needs.history != "bank" and not one.runtime.needs.rebuilt:
                 with pytest.raises(SettingError, match="expected a method that keeps every token"):
                     one.save(path)
                 return
