@@ -19,7 +19,7 @@ from engine.methods.full import Full
 from engine.methods.omnikv.official import OfficialRuntime
 from engine.methods.omnikv.prefill import AT_ONCE
 from engine.methods.omnikv.prompt_rows import read_by_blocks, rows_over_link
-from engine.methods.omnikv.residual import ResidualRuntime
+from engine.methods.omnikv.residual import DRAWING, ResidualRuntime
 from engine.methods.omnikv.runtime import OmniKVRuntime
 from engine.methods.omnikv.settings import Settings
 from engine.model.config.config import ModelConfig
@@ -166,7 +166,9 @@ class OmniKV(Settings):
         A sparse layer reads k + tail tokens instead of n. A filter layer writes and reads one
         float32 score per head and token, and one score per token for the top-k. On a GPU bytes are
         all that counts. On a CPU a row that is gathered, a row of a filter layer and a choice cost
-        more than their bytes: measured, by instruction set (engine/plan/cpu_costs.py).
+        more than their bytes: measured, by instruction set (engine/plan/cpu_costs.py). With
+        `residual` a filter layer chooses twice: it reads a number of each token, writes its chance
+        and ranks that as it does the scores.
         """
         if isinstance(self.dense_below, int):
             return self.dense_below
@@ -176,6 +178,8 @@ class OmniKV(Settings):
         row = config.kv_bytes(itemsize)
         costs = cpu_costs(itemsize) if device_type == "cpu" else CpuCosts(filter=1, row=1)
         scoring = filters * (8 * config.num_heads + 12 + (costs.filter - 1) * row)
+        choices = filters * (1 if self.residual == "none" else 2)
+        scoring += (choices - filters) * DRAWING
         per_token: float = sparse * row - scoring
         share = self.bank_share(plan)
         if share is not None:
@@ -183,7 +187,7 @@ class OmniKV(Settings):
             fixed = sparse * row * self.tail * costs.row
         else:
             fixed = sparse * row * (self.budget(plan, capacity) + self.tail) * costs.row
-        fixed += filters * costs.choice
+        fixed += choices * costs.choice
         return math.ceil(fixed / per_token) if per_token > 0 else capacity + 1
 
     def validate(self, plan: LayerPlan) -> None:

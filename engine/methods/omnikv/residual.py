@@ -25,6 +25,8 @@ from engine.methods.random_bits import draw, factors, numbers
 from kernels.select.topk import select_topk
 
 NOBODY = (1 << 31) - 1  # sorts behind every token
+# bytes that a draw moves per token: its number, its chance written, and read twice to be ranked
+DRAWING = 16
 
 
 class ResidualRuntime(OmniKVRuntime):

@@ -8,6 +8,7 @@ layer that the model has not.
 import dataclasses
 import json
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -362,13 +363,24 @@ def bytes_of_a_step(config, plan, method, n, costs):
     again = (costs.filter - 1) * row
     scoring = plan.count(Role.FILTER) * n * (4 * config.num_heads * 2 + 12 + again)
     choice = plan.count(Role.FILTER) * costs.choice
+    if method.residual != "none":  # a number, a chance written, and both passes of a top-k over it
+        scoring += plan.count(Role.FILTER) * n * (4 + 4 + 8)
+        choice *= 2
     k = method.budget(plan, n)
     return sparse * n * row, sparse * (k + method.tail) * costs.row * row + scoring + choice
 
 
 @pytest.mark.parametrize(
     "fields",
-    [dict(tokens=64), dict(tokens=500), dict(share=0.1), dict(mem=0.7), dict(tokens=64, tail=1024)],
+    [
+        dict(tokens=64),
+        dict(tokens=500),
+        dict(share=0.1),
+        dict(mem=0.7),
+        dict(tokens=64, tail=1024),
+        dict(tokens=64, residual="sample"),
+        dict(share=0.1, residual="unweighted"),
+    ],
 )
 @pytest.mark.parametrize("found", [*SETS, "cuda"])
 def test_automatic_crossover_is_where_the_bytes_cross(fields, found, monkeypatch):
@@ -386,6 +398,9 @@ def test_automatic_crossover_is_where_the_bytes_cross(fields, found, monkeypatch
     # a share is rounded down to whole tokens
     token = len(plan.sparse_layers) * costs.row * config.kv_bytes(4)
     assert sparse + token >= full
+    if method.residual != "none":  # what chooses twice pays later
+        once = replace(method, residual="none")
+        assert once.dense_below_tokens(plan, config, 4, device, 100_000) < below
 
 
 def test_automatic_crossover_is_printed_obeyed_and_can_be_set(monkeypatch):

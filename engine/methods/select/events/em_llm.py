@@ -39,7 +39,8 @@ from engine.methods.select.varying.counted import CountedRuntime
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan, single_layer_groups
 from engine.plan.needs import Needs
-from kernels.rows.forms import key_floats
+from kernels.attention.sparse import decode_sparse
+from kernels.rows.forms import as_bytes, key_floats
 
 
 @dataclass(frozen=True)
@@ -327,6 +328,22 @@ class EMLLMRuntime(CountedRuntime):
         starts = torch.cat([torch.zeros_like(first), bounds[:-1]])
         taken = torch.cat([first, torch.where(read, sizes, 0)])
         return listed(starts, taken, self.index[group, b, 0])
+
+    def attend_selection(
+        self, layer: int, q: torch.Tensor, step: Step, chosen: Selection
+    ) -> torch.Tensor:
+        """Of a layer in host memory the chosen rows come over; the window lies in the ring."""
+        if not step.bank.on_host(layer):
+            return super().attend_selection(layer, q, step, chosen)
+        rows, n = step.bank.picked(layer, *chosen.rows(), step.visible, step), step.lengths[0]
+        window = step.bank.rows(layer, self.choosable(n), n)
+        k, v = (
+            torch.cat([as_bytes(part), as_bytes(newest)], 2).view(part.dtype)
+            for part, newest in zip((rows.k, rows.v), window)
+        )
+        ends = (torch.full_like(rows.counts, part.shape[2]) for part in (rows.k, k))
+        given = rows.index, rows.counts, *ends, self.scale, self.setup.scratch
+        return decode_sparse(q, k, v, *given, self.setup.backend, self.softmax[layer])
 
     def tail_start(self, step: Step) -> torch.Tensor:
         """The window."""
