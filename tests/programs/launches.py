@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import engine.load.planner
 import kernels
 from engine import (
+    EMLLM,
     LLM,
     ClusterKV,
     Delta,
@@ -115,7 +116,9 @@ CHOOSING = {
     "delta": lambda: Delta(**_K),
     "oracle_topk": lambda: OracleTopK(granularity="kv_head", **_K),
     "sparq": lambda: SparQ(**_K),
-    "double_sparsity": lambda: DoubleSparsity(channels=(((1,),) * 8,) * 32, **_K),
+    # lists of query heads are attended to by torch's operator, which a count of 0 crashes
+    "double_sparsity": lambda: DoubleSparsity(channels=(((1,),) * 8,) * 32, gqa_reduce="max", **_K),
+    "em_llm": lambda: EMLLM(sink=4, local=64, most=16, **_K),
     "clusterkv": lambda: ClusterKV(segment=80, per=20, **_K),
     "pqcache": lambda: PQCache(train=64, **_K, sink=4),
 }

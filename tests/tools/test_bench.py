@@ -385,7 +385,7 @@ def test_every_named_method_has_its_row(capsys):
         assert c["why"] == "" and c["counted_kv_bytes"] == c["predicted_kv_bytes"], c
     whole = cells["full"]["counted_kv_bytes"]
     read_all = {"full", "brutal_offload", "minference", "quoka", "xattention"}
-    read_all |= {"infllm", "pod_untrained"}
+    read_all |= {"infllm", "em_llm", "pod_untrained"}
     read_all |= {"random_eviction"}  # until an answer is longer than its budget
     # until they have the tokens of which they make centroids or clusters, or a mean key
     read_all |= {"a2ats", "pqcache", "magicpig", "retroinfer"}

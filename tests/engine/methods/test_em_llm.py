@@ -82,7 +82,7 @@ def filled(method, shape, n, seed, batch=1, backend="reference"):
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 @given(st.sampled_from(GROUPS), st.sampled_from(KINDS), MEASURES, st.integers(0, 99))
-@settings(max_examples=12, derandomize=True, deadline=None)
+@settings(max_examples=6, derandomize=True, deadline=None)
 def test_steps_read_what_the_rule_says(backend, shape, kind, measure, seed):
     """Five steps of one answer, whose queue goes on; rows that are not read are NaN."""
     method = EMLLM(tokens=60, refine=measure, **kind)
@@ -164,11 +164,13 @@ METHOD = EMLLM(tokens=60, sink=4, local=32, least=3, most=9, representatives=2, 
 
 
 def heard(llm, ids, answer):
-    """-log p of a prompt read token by token by full attention, and of the answer behind it."""
+    """-log p of a prompt's tokens 131 to 169, read one by one by full attention, and of the answer
+    behind them.
+    """
     with llm.session(Full()) as session:
-        logits = [session.prefill(ids[:1]), *(session.decode(i) for i in ids[1:170])]
+        logits = [session.prefill(ids[:131]), *(session.decode(i) for i in ids[131:170])]
     logs = torch.stack([*logits, *answer]).log_softmax(-1)
-    return [0.0, *(-logs[i, token].item() for i, token in enumerate(ids[1:190]))]
+    return [-logs[i, token].item() for i, token in enumerate(ids[131:190])]
 
 
 @pytest.mark.parametrize("offload", ["device", "host"])
@@ -200,7 +202,7 @@ def test_a_session_hears_its_text_and_goes_back(tmp_path, offload):
         assert one.stats.sparse_steps == one.stats.decode_steps > 0
         assert one.runtime.rows_read(230)[2] < 150
         mine, starts = one.runtime.texts[0].told.tolist(), one.runtime.texts[0].starts
-        assert mine[:190] == pytest.approx(heard(llm, ids, answer), abs=1e-4)
+        assert mine[0] == 0 and mine[131:190] == pytest.approx(heard(llm, ids, answer), abs=1e-4)
         assert starts == other.runtime.texts[0].starts
         assert len({b - a for a, b in zip(starts, starts[1:])}) > 3  # events, not blocks
         with pytest.raises(SettingError, match="found a session of 230 tokens that another"):
