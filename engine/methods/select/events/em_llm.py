@@ -341,9 +341,20 @@ class EMLLMRuntime(CountedRuntime):
             torch.cat([as_bytes(part), as_bytes(newest)], 2).view(part.dtype)
             for part, newest in zip((rows.k, rows.v), window)
         )
-        ends = (torch.full_like(rows.counts, part.shape[2]) for part in (rows.k, k))
-        given = rows.index, rows.counts, *ends, self.scale, self.setup.scratch
-        return decode_sparse(q, k, v, *given, self.setup.backend, self.softmax[layer])
+        first, last = (torch.full_like(rows.counts, part.shape[2]) for part in (rows.k, k))
+        return decode_sparse(
+            q,
+            k,
+            v,
+            rows.index,
+            rows.counts,
+            first,
+            last,
+            self.scale,
+            scratch=self.setup.scratch,
+            backend=self.setup.backend,
+            softmax=self.softmax[layer],
+        )
 
     def tail_start(self, step: Step) -> torch.Tensor:
         """The window."""
