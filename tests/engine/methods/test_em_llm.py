@@ -192,6 +192,7 @@ def test_a_session_hears_its_text_and_goes_back(tmp_path, offload):
         (whole, _), (part, _) = (
             llm.restore(tmp_path / "session", offload=offload, tokens=n) for n in (190, 184)
         )
+        assert one.runtime.queue.any() and torch.equal(whole.runtime.queue, one.runtime.queue)
         for token, expected in zip(ids[184:190], answer[14:]):
             assert torch.equal(part.decode(token), expected)
         with one.fork() as twin, whole, part:
