@@ -21,10 +21,12 @@ from engine.model.config.config import ModelConfig
 from engine.plan.layers import TAIL_BLOCK, LayerPlan, single_layer_groups
 from engine.plan.needs import Needs
 from kernels.rows.forms import as_bytes
-from kernels.select.topk import select_topk
+from kernels.select.choose import REDUCE, Lists
+from kernels.select.choose import grouped as grouped
+from kernels.select.choose import reduced as reduced
 
 AT_ONCE = 4096  # rows learnt or scored at a time: K in float32 is 2 MB a head at head_dim 128
-REDUCTIONS = ("max", "mean", "sum", "none")
+REDUCTIONS = tuple(REDUCE)
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,14 @@ class IndexRuntime(Selecting):
         """
         raise NotImplementedError
 
+    def rank(self, group: int, q: torch.Tensor, lengths: list[int], lists: Lists) -> None:
+        """Make a step's choice by `score`, which a method that leaves it to one kernel need not
+        have.
+        """
+        scores = self.score(group, q, lengths)
+        room = self.wanted(lists.stop, lists.room)
+        lists._replace(scores=scores, room=room).take(self.setup.backend)
+
     def completed(self, group: int, chosen: Selection, lengths: list[int]) -> Selection:
         """A choice of a step with what else its attention needs."""
         return chosen
@@ -199,22 +209,20 @@ class IndexRuntime(Selecting):
         if self.covers(lengths):
             return Selection(None, None, step.visible)
         index, choices = self.index[group], self.index.shape[1] // len(q)
-        tail, first, stop, room = step.once("index", lambda: self._ends(step, choices))
+        tail, stop, room = step.once("index", lambda: self._ends(step, choices))
         counts = torch.empty_like(stop)
-        scores = self.score(group, q[:, -1], lengths)
-        select_topk(
-            scores, first, stop, self.wanted(stop, room), index, counts, backend=self.setup.backend
-        )
+        lists = Lists(self.scores, stop, room, index, counts)
+        self.rank(group, q[:, -1], lengths, lists)
         by_list = counts.view(len(q), choices)
         kept = by_list if self.apart else by_list[:, 0]
         chosen = Selection(index.view(len(q), choices, -1), kept, tail)
         return self.completed(group, chosen, lengths)
 
     def _ends(self, step: Step, choices: int) -> tuple[torch.Tensor, ...]:
-        """Where a step's tail begins, and between which tokens, and how many, each choice takes."""
+        """Where a step's tail begins, and below which token, and how many, each choice takes."""
         tail, room = self.tail_start(step), self.k - self.method.newest(self.k)
         stop = tail.repeat_interleave(choices)
-        return tail, torch.zeros_like(stop), stop, torch.full_like(stop, room)
+        return tail, stop, torch.full_like(stop, room)
 
     def lengths(self, step: Step) -> list[int]:
         """Of how many tokens of each sequence a step's choice knows."""
@@ -270,17 +278,3 @@ def whole_blocks(tokens: int) -> int:
 def joined(older: torch.Tensor, newer: torch.Tensor) -> torch.Tensor:
     """Rows of a bank [Hkv, n, width], of any form, behind one another."""
     return torch.cat([as_bytes(older), as_bytes(newer)], 1).view(newer.dtype)
-
-
-def grouped(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Queries [H, D] by K/V head: float32 [Hkv, G, D]."""
-    return q.float().view(kv_heads, -1, q.shape[-1])
-
-
-def reduced(scores: torch.Tensor, how: str) -> torch.Tensor:
-    """Scores [Hkv, G, n] of query heads as the choices rank them: [choices, n]."""
-    if how == "none":
-        return scores.flatten(0, 1)
-    if how == "max":
-        return scores.amax(1)
-    return scores.mean(1) if how == "mean" else scores.sum(1)

@@ -25,8 +25,6 @@ from engine.methods.select.index.base import (
     REDUCTIONS,
     Indexed,
     IndexRuntime,
-    grouped,
-    reduced,
     whole_blocks,
 )
 from engine.methods.select.index.clusters import cluster
@@ -34,7 +32,7 @@ from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
 from kernels.rows.forms import key_floats
-from kernels.select.index_logits import code_logits
+from kernels.select.choose import ByCodes, Lists, choose_by_codes
 
 
 @dataclass(frozen=True)
@@ -122,21 +120,22 @@ class ClusterKVRuntime(IndexRuntime):
         own = self.centroids[group, b, :, before * count : after * count]
         own.copy_(centroids.view(heads, -1, centroids.shape[-1]))
 
-    def score(self, group: int, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    def rank(self, group: int, q: torch.Tensor, lengths: list[int], lists: Lists) -> None:
         """A token has the score of its cluster, so that the best tokens are whole clusters, and of
         the last one its oldest.
         """
-        method, heads = self.method, self.member.shape[2]
-        scores = self.scores.view(len(q), heads, -1)
-        scores[:, :, : method.sink] = float("inf")
-        for b, n in enumerate(lengths):
-            stop, count = method.since(n), method.segments(n) * method.clusters
-            centroids = self.centroids[group, b, :, :count].float()
-            found = reduced(grouped(q[b], heads) @ centroids.mT, method.gqa_reduce)
-            member = self.member[group, b, :, None, method.sink : stop]
-            own = scores[b, :, None, method.sink : stop]
-            code_logits(found[:, None, None], member, own, self.setup.backend)
-        return self.scores
+        method = self.method
+        count = max(map(method.segments, lengths)) * method.clusters
+        given = ByCodes(
+            q,
+            self.centroids[group, :, :, None, :count],
+            self.member[group].unsqueeze(2),
+            [method.since(n) for n in lengths],
+            lists,
+            method.gqa_reduce,
+            method.sink,
+        )
+        choose_by_codes(given, self.setup.backend)
 
     def tail_start(self, step: Step) -> torch.Tensor:
         """What is in no cluster; the newest token always, also where it completes a segment."""

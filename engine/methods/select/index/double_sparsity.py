@@ -23,11 +23,8 @@ from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.select.base import Buffer
 from engine.methods.select.index.base import (
-    AT_ONCE,
     Indexed,
     IndexRuntime,
-    grouped,
-    reduced,
     within_head_dim,
 )
 from engine.methods.select.index.channels import (
@@ -40,7 +37,7 @@ from engine.methods.tables.head_table import Facts, checked_facts
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from kernels.rows.forms import unpack_keys
-from kernels.select.index_logits import channel_logits
+from kernels.select.choose import ByChannels, Lists, choose_by_channels
 
 PART = 16  # of the head dimension, by default
 
@@ -95,12 +92,18 @@ class DoubleSparsity(Indexed):
     def buffers(
         self, plan: LayerPlan, config: ModelConfig, capacity: int, batch: int = 1
     ) -> dict[str, Buffer]:
-        """Labels of every token, and which channels they are."""
+        """Labels of every token, which channels they are, and the logits of heads that share a
+        choice.
+        """
         layers, heads, count = len(plan.sparse_layers), config.num_kv_heads, self.labels(config)
-        return super().buffers(plan, config, capacity, batch) | {
+        found = super().buffers(plan, config, capacity, batch) | {
             "held": Buffer((layers, batch, heads, count, capacity)),
-            "heavy": Buffer((layers, heads, 1, count), torch.int64),
+            "heavy": Buffer((layers, heads, count), torch.int64),
         }
+        if self.gqa_reduce != "none":
+            shape = batch, config.num_heads, capacity if layers else 0
+            found["logits"] = Buffer(shape, torch.float32)
+        return found
 
     def runtime(self, setup: Setup) -> Runtime:
         return DoubleSparsityRuntime(self, setup)
@@ -112,6 +115,7 @@ class DoubleSparsityRuntime(IndexRuntime):
     method: DoubleSparsity
     held: torch.Tensor
     heavy: torch.Tensor
+    logits: torch.Tensor | None = None
 
     def __init__(self, method: DoubleSparsity, setup: Setup):
         super().__init__(method, setup)
@@ -119,29 +123,25 @@ class DoubleSparsityRuntime(IndexRuntime):
         count = self.heavy.shape[-1]
         for group, own in enumerate(self.plan.groups):
             lists = [head[:count] for head in method.channels[own.filter_layer]]
-            self.heavy[group, :, 0] = torch.tensor(lists)
+            self.heavy[group] = torch.tensor(lists)
 
     def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        rows, heavy = unpack_keys(k, self.held.dtype), self.heavy[group]
+        rows = unpack_keys(k, self.held.dtype)
         n = rows.shape[1]
-        self.held[group, b, :, :, first : first + n] = rows.gather(2, heavy.expand(-1, n, -1)).mT
+        heavy = self.heavy[group].unsqueeze(1).expand(-1, n, -1)
+        self.held[group, b, :, :, first : first + n] = rows.gather(2, heavy).mT
 
-    def score(self, group: int, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        heads, count = self.held.shape[2:4]
-        labels = torch.arange(count, device=q.device).expand(heads, -1)
-        scores = self.scores.view(len(q), heads, -1, self.scores.shape[1])
-        for b, n in enumerate(lengths):
-            asked = grouped(q[b], heads)
-            few = asked.gather(2, self.heavy[group].expand(-1, asked.shape[1], -1))
-            for first in range(0, n, AT_ONCE):
-                part = slice(first, min(n, first + AT_ONCE))
-                own, apart = scores[b, :, :, part], self.method.gqa_reduce == "none"
-                found = own if apart else own.new_empty(*few.shape[:2], own.shape[2])
-                held = self.held[group, b, :, :, part]
-                channel_logits(few, labels, held, found, self.setup.backend)
-                if not apart:
-                    own[:, 0] = reduced(found, self.method.gqa_reduce)
-        return self.scores
+    def rank(self, group: int, q: torch.Tensor, lengths: list[int], lists: Lists) -> None:
+        given = ByChannels(
+            q,
+            self.held[group],
+            lengths,
+            lists,
+            self.method.gqa_reduce,
+            self.heavy[group],
+            logits=self.logits,
+        )
+        choose_by_channels(given, self.setup.backend)
 
     def index_bytes(self, n: int) -> int:
         """The labels of every token."""

@@ -26,14 +26,12 @@ from engine.methods.select.index.base import (
     REDUCTIONS,
     Indexed,
     IndexRuntime,
-    grouped,
-    reduced,
 )
 from engine.methods.select.index.clusters import cluster, nearest
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from kernels.rows.forms import key_floats
-from kernels.select.index_logits import code_logits
+from kernels.select.choose import ByCodes, Lists, choose_by_codes
 
 NEWEST = 2  # the newest tokens are this part of the budget
 
@@ -133,28 +131,20 @@ class PQCacheRuntime(IndexRuntime):
         """What is coded of keys float32 [Hkv, n, D] at positions from `first` on."""
         return keys
 
-    def asked(self, group: int, q: torch.Tensor, n: int) -> torch.Tensor:
-        """What meets codes of the newest of n tokens' queries [H, D]: float32 [Hkv, G, D]."""
-        return grouped(q, self.codes.shape[2])
-
-    def score(self, group: int, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        method, heads = self.method, self.codes.shape[2]
-        scores, weights = (
-            part.view(len(q), heads, *more, part.shape[-1])
-            for part, more in ((self.scores, ()), (self.weights, (-1,)))
+    def rank(self, group: int, q: torch.Tensor, lengths: list[int], lists: Lists) -> None:
+        method, newest = self.method, self.method.newest(self.k)
+        given = ByCodes(
+            q,
+            self.centroids[group],
+            self.codes[group],
+            [n - newest if n >= method.ready else method.sink for n in lengths],
+            lists,
+            method.gqa_reduce,
+            method.sink,
+            self.scale,
+            self.weights.view(*q.shape[:2], -1),
         )
-        scores[:, :, : method.sink] = float("inf")
-        for b, n in enumerate(lengths):
-            if n < method.ready:
-                continue
-            asked = self.asked(group, q[b], n).unflatten(2, (method.parts, -1)).transpose(1, 2)
-            table = asked @ self.centroids[group, b].mT * self.scale  # [Hkv, parts, G, C]
-            between = slice(method.sink, max(method.sink, n - method.newest(self.k)))
-            codes, found = self.codes[group, b, :, :, between], weights[b, :, :, between]
-            code_logits(table, codes, found, self.setup.backend)
-            shares = found.softmax(-1)
-            scores[b, :, between] = reduced(shares, method.gqa_reduce)
-        return self.scores
+        choose_by_codes(given, self.setup.backend)
 
     def tail_start(self, step: Step) -> torch.Tensor:
         """The newest tokens; all, where there are no centroids yet."""

@@ -21,19 +21,16 @@ from engine.base.checks import integer, one_of
 from engine.methods.base import Runtime, Setup
 from engine.methods.select.base import Buffer, Selection
 from engine.methods.select.index.base import (
-    AT_ONCE,
     REDUCTIONS,
     Indexed,
     IndexRuntime,
-    grouped,
-    reduced,
     within_head_dim,
 )
 from engine.methods.select.index.value_sums import ValueSums
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from kernels.rows.forms import floats, unpack_keys
-from kernels.select.index_logits import channel_logits
+from kernels.select.choose import ByChannels, Lists, choose_by_channels
 
 NEWEST = 4  # the newest tokens are this part of the budget
 
@@ -127,41 +124,26 @@ class SparQRuntime(IndexRuntime):
         if self._sums is not None:
             self._sums.add(group, b, first, floats(v))
 
-    def score(self, group: int, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        """Leaves every query head's logits in self.logits."""
-        heads = self.by_channel.shape[2]
-        logits, scores = self._logits(len(q)), self.scores.view(len(q), -1, self.scores.shape[1])
-        for b, n in enumerate(lengths):
-            asked = grouped(q[b], heads)
-            sizes = asked.abs()
-            largest = sizes.sum(1).topk(self._r, -1).indices  # [Hkv, r]
-            few = asked.gather(2, largest.unsqueeze(1).expand(-1, asked.shape[1], -1))
-            cover = few.abs().sum(-1, keepdim=True) / sizes.sum(-1, keepdim=True).clamp(min=1e-30)
-            few = few * (self.scale * cover.clamp(min=1e-30).rsqrt())
-            found = logits[b, :, :, :n]
-            channel_logits(few, largest, self.by_channel[group, b], found, self.setup.backend)
-            for first in range(0, n, AT_ONCE):
-                part = slice(first, min(n, first + AT_ONCE))
-                scores[b, :, part] = reduced(found[:, :, part], self.method.gqa_reduce)
-        return self.scores
-
-    def _logits(self, batch: int) -> torch.Tensor:
-        """[B, Hkv, G, capacity]."""
-        heads = self.by_channel.shape[2]
-        return self.logits.view(batch, heads, -1, self.logits.shape[-1])
+    def rank(self, group: int, q: torch.Tensor, lengths: list[int], lists: Lists) -> None:
+        """Leaves what the choices weigh in self.weights."""
+        given = ByChannels(
+            q,
+            self.by_channel[group],
+            lengths,
+            lists,
+            self.method.gqa_reduce,
+            r=self._r,
+            scale=self.scale,
+            logits=self.logits.view(*q.shape[:2], -1),
+            newest=self.method.newest(self.k),
+            weights=None if self._sums is None else self.weights[group],
+        )
+        choose_by_channels(given, self.setup.backend)
 
     def completed(self, group: int, chosen: Selection, lengths: list[int]) -> Selection:
         if self._sums is None:
             return chosen
-        assert chosen.index is not None and chosen.counts is not None
-        index, counts, logits = chosen.index.long(), chosen.counts, self._logits(len(lengths))
         for b, n in enumerate(lengths):
-            shares = logits[b, :, :, :n].softmax(-1)
-            at = index[b, :, :n].unsqueeze(1).expand(-1, shares.shape[1], -1)
-            counted = torch.arange(at.shape[2], device=at.device) < counts[b]
-            read = (shares.gather(2, at.clamp(min=0)) * counted).sum(-1)
-            read += shares[:, :, max(0, n - self.method.newest(self.k)) :].sum(-1)
-            self.weights[group, b] = read.flatten()
             self.means[group, b] = self._sums.mean(group, b, n)
         return Completed(
             chosen.index,

@@ -30,7 +30,7 @@ from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.requirements import require_one_rope
 from engine.methods.select.base import Buffer
-from engine.methods.select.index.base import AT_ONCE, grouped, reduced
+from engine.methods.select.index.base import AT_ONCE, IndexRuntime, grouped, reduced
 from engine.methods.select.index.pqcache import PQCache, PQCacheRuntime
 from engine.methods.select.taught.learnt import Learnt
 from engine.model.config.config import ModelConfig
@@ -98,6 +98,7 @@ class A2ATSRuntime(PQCacheRuntime):
 
     method: A2ATS
     factors: torch.Tensor
+    rank = IndexRuntime.rank  # by what each code weighs
 
     def __init__(self, method: A2ATS, setup: Setup):
         super().__init__(method, setup)
@@ -152,7 +153,9 @@ class A2ATSRuntime(PQCacheRuntime):
         return self.scores
 
     def asked(self, group: int, q: torch.Tensor, n: int) -> torch.Tensor:
-        """Queries as if keys were `distance` away, with the factor undone."""
+        """What meets codes of the newest of n tokens' queries [H, D]: these as if keys were
+        `distance` away, with the factor undone, float32 [Hkv, G, D].
+        """
         by = torch.tensor([self.method.distance - (n - 1)], device=q.device)
         far = grouped(self.rotary.rotate_by(q.float()[None], by)[0], self.codes.shape[2])
         return torch.linalg.solve_triangular(self.factors[group], far.mT, upper=False).mT

@@ -1,0 +1,285 @@
+// What queries choose by an index of K (kernels/select/choose.py): logits, their weights where these rank,
+// one score of a group's heads, the largest ones, and what these weigh of all, in one call. What chooses
+// among scores is topk.cpp.
+#include "indexed.h"
+#include "scratch.h"
+
+extern "C" void omnikv_topk(const float *scores, long stride, int rows, int columns, const int32_t *lo,
+                            const int32_t *hi, const int32_t *k, int32_t *out, int room, int32_t *counts);
+
+namespace {
+
+struct Choice {
+    const char *q;            // [heads * group][dim], of a float kind
+    const int64_t *channels;  // [heads][terms]: of each row of the index; NULL: it has a row of each channel,
+                              // and those count in which a head's queries are largest
+    const char *index;        // [heads][..][tokens]: K by channel, or codes; strides in bytes
+    const char *centroids;    // [heads][terms][sums][dim / terms], of codes
+    long index_head, index_row, centroid_head, centroid_part;
+    float *logits;   // [heads * group][..]; NULL: none are wanted
+    float *scores;   // [choices][..]
+    float *weights;  // [heads * group]: what a query's choice and its newest tokens weigh; or NULL
+    const int32_t *stop, *room;  // [choices]: the tokens below `stop` compete for as many places
+    int32_t *out, *counts;       // [choices][most], [choices]
+    long logits_row, scores_row;  // elements
+    int heads, group, dim, terms, sums;
+    int first, tokens;  // those that have logits; the tokens before the first are chosen first
+    int newest, most, q_kind, index_kind, centroid_kind, reduce, threads;
+    float scale;
+};
+
+enum { MAX, MEAN, SUM, NONE };  // REDUCE of kernels/select/choose.py
+
+constexpr int PART = 4096;  // tokens of a thread's piece
+
+INLINE Floats most_or_nan(Floats a, Floats b) { return (a > b) | (a != a) ? a : b; }
+
+// `of` [group][..], `row` apart, as one row that ranks: tokens first .. stop - 1 into `to`.
+INLINE void reduce(const float *of, long row, const float *factors, int group, int how, int first, int stop,
+                   float *to) {
+    for (int t = first; t < stop; t += W) {
+        const int count = stop - t;
+        Floats found = read_some<Float32>(of, t, count) * (factors ? factors[0] : 1);
+        for (int g = 1; g < group; g++) {
+            const Floats x = read_some<Float32>(of + g * row, t, count) * (factors ? factors[g] : 1);
+            found = how == MAX ? most_or_nan(found, x) : found + x;
+        }
+        store_some(to + t, count, how == MEAN ? found / (float)group : found);
+    }
+}
+
+template <class K>
+void widen(const char *q, long count, float *to) {
+    for (long i = 0; i < count; i += W) {
+        const int some = count - i < W ? (int)(count - i) : W;
+        store_some(to + i, some, read_some<K>(q, i, some));
+    }
+}
+
+int widened(const Choice &c, float *to) {
+#define WIDEN(K) (widen<K>(c.q, (long)c.heads * c.group * c.dim, to), 0)
+    OF_KIND(c.q_kind, WIDEN);
+}
+
+// ---------------------------------------------------------------- channels
+
+// The parts of a head's queries q [group][dim] that count, [group][terms], and which rows of the index
+// they meet. SparQ, Algorithm 1: the channels of the largest sums of |q|, and a temperature for those left out.
+void parts_of(const Choice &c, int head, const float *q, float *sizes, float *given, int64_t *rows) {
+    int32_t *largest = (int32_t *)(sizes + c.dim);
+    if (!c.channels) {
+        const int32_t zero = 0;
+        int32_t count;
+        for (int d = 0; d < c.dim; d++) {
+            sizes[d] = 0;
+            for (int g = 0; g < c.group; g++) sizes[d] += fabsf(q[g * c.dim + d]);
+        }
+        omnikv_topk(sizes, c.dim, 1, c.dim, &zero, &c.dim, &c.terms, largest, c.terms, &count);
+    }
+    for (int i = 0; i < c.terms; i++) rows[i] = c.channels ? i : largest[i];
+    for (int g = 0; g < c.group; g++, q += c.dim, given += c.terms) {
+        float scale = c.scale, all = 0, some = 0;
+        for (int d = 0; d < c.dim; d++) all += fabsf(q[d]);
+        for (int i = 0; i < c.terms; i++) {
+            given[i] = q[c.channels ? c.channels[(long)head * c.terms + i] : rows[i]];
+            some += fabsf(given[i]);
+        }
+        if (!c.channels) {
+            const float cover = some / (all > 1e-30f ? all : 1e-30f);
+            scale /= sqrtf(cover > 1e-30f ? cover : 1e-30f);
+        }
+        for (int i = 0; i < c.terms; i++) given[i] *= scale;
+    }
+}
+
+// ---------------------------------------------------------------- codes
+
+// Products of one query q [dim] with `sums` centroids, `scale` times, into whole vectors.
+template <class K>
+void table_of(const float *q, const char *centroids, int dim, int sums, float scale, float *to) {
+    for (int c = 0; c < table_row(sums); c += W) {
+        Floats parts[W] = {};
+        for (int i = 0; i < W && c + i < sums; i++)
+            for (int d = 0; d < dim; d += W) {
+                const int count = dim - d < W ? dim - d : W;
+                const char *row = centroids + (long)(c + i) * dim * K::bytes;
+                parts[i] += read_some<K>(row, d, count) * read_some<Float32>(q, d, count);
+            }
+        store(to + c, totals(parts) * scale);
+    }
+}
+
+// The tables of a head's queries q [group][dim]: [terms][group][table_row(sums)].
+template <class K>
+void tables_of(const Choice &c, int head, const float *q, float *to) {
+    const int width = c.dim / c.terms, row = table_row(c.sums);
+    for (int p = 0; p < c.terms; p++) {
+        const char *centroids = c.centroids + head * c.centroid_head + p * c.centroid_part;
+        for (int g = 0; g < c.group; g++, to += row)
+            table_of<K>(q + g * c.dim + p * width, centroids, width, c.sums, c.scale, to);
+    }
+}
+
+int tables(const Choice &c, int head, const float *q, float *to) {
+#define TABLES(K) (tables_of<K>(c, head, q, to), 0)
+    OF_KIND(c.centroid_kind, TABLES);
+}
+
+// ---------------------------------------------------------------- weights
+
+// The largest of x[first] .. x[stop - 1].
+float largest_of(const float *x, int first, int stop) {
+    Floats top = all(-INFINITY);
+    int t = first;
+    for (; t + W <= stop; t += W) top = most(top, load(x + t));
+    float found = largest(top);
+    for (; t < stop; t++) found = x[t] > found ? x[t] : found;
+    return found == -INFINITY ? 0 : found;
+}
+
+// The sum of e^(x - top) over first .. stop - 1; keep: these replace x.
+template <bool keep>
+float weigh(float *x, int first, int stop, float top) {
+    Floats sum = {};
+    int t = first;
+    for (; t + W <= stop; t += W) {
+        const Floats weight = exponential(load(x + t) - top);
+        if (keep) store(x + t, weight);
+        sum += weight;
+    }
+    float found = total(sum);
+    if (t == stop) return found;
+    const Floats weight = exponential(read_some<Float32>(x, t, stop - t) - top);
+    if (keep) store_some(x + t, stop - t, weight);
+    for (int i = 0; i < stop - t; i++) found += weight[i];
+    return found;
+}
+
+// A head's scores by the weights of its logits, which these replace.
+void by_weight(const Choice &c, int head) {
+    float *logits = c.logits + head * c.group * c.logits_row;
+    float factors[c.group];
+    for (int g = 0; g < c.group; g++) {
+        float *x = logits + g * c.logits_row;
+        factors[g] = 1 / weigh<true>(x, c.first, c.tokens, largest_of(x, c.first, c.tokens));
+    }
+    reduce(logits, c.logits_row, factors, c.group, c.reduce, c.first, c.tokens, c.scores + head * c.scores_row);
+}
+
+// What a query's choice and the newest tokens weigh of all.
+void weigh_choice(const Choice &c, int query) {
+    const int head = query / c.group, newest = c.tokens - c.newest;
+    float *x = c.logits + query * c.logits_row, some[W];
+    const float top = largest_of(x, c.first, c.tokens);
+    const int32_t *chosen = c.out + (long)head * c.most;
+    float read = weigh<false>(x, newest > 0 ? newest : 0, c.tokens, top);
+    for (int i = 0; i < c.counts[head]; i += W) {
+        const int count = c.counts[head] - i < W ? c.counts[head] - i : W;
+        for (int j = 0; j < count; j++) some[j] = x[chosen[i + j]];
+        read += weigh<false>(some, 0, count, top);
+    }
+    c.weights[query] = read / weigh<false>(x, c.first, c.tokens, top);
+}
+
+// ---------------------------------------------------------------- the choice
+
+void largest_scores(const Choice &c, int choice) {
+    const int32_t zero = 0;
+    float *scores = c.scores + choice * c.scores_row;
+    for (int t = 0; t < c.first; t++) scores[t] = INFINITY;
+    omnikv_topk(scores, 0, 1, c.tokens > c.first ? c.tokens : c.first, &zero, c.stop + choice, c.room + choice,
+                c.out + (long)choice * c.most, c.most, c.counts + choice);
+}
+
+void choose_all(const Choice &c, bool weighs) {
+    const int choices = c.reduce == NONE ? c.heads * c.group : c.heads, work = c.heads * c.group;
+#pragma omp parallel num_threads(c.threads) if (c.threads > 1)
+    {
+#pragma omp for schedule(static)
+        for (int i = 0; i < (weighs ? c.heads : 0); i++) by_weight(c, i);
+#pragma omp for schedule(static)
+        for (int i = 0; i < choices; i++) largest_scores(c, i);
+#pragma omp for schedule(static)
+        for (int i = 0; i < (c.weights ? work : 0); i++) weigh_choice(c, i);
+    }
+}
+
+// Runs part(head, first, stop) over pieces of all tokens of all heads.
+template <class Part>
+void in_parts(const Choice &c, const Part &part) {
+    const int parts = c.tokens > c.first ? (c.tokens - c.first + PART - 1) / PART : 0, work = parts * c.heads;
+#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && work > 1)
+    for (int i = 0; i < work; i++) {
+        const int first = c.first + i % parts * PART;
+        part(i / parts, first, first + PART < c.tokens ? first + PART : c.tokens);
+    }
+}
+
+template <class K>
+int by_channels(const Choice &c, const float *given, const int64_t *rows) {
+    in_parts(c, [&](int head, int first, int stop) {
+        const bool apart = c.reduce == NONE && !c.logits;
+        const long row = apart ? c.scores_row : c.logits_row;
+        float *out = (apart ? c.scores : c.logits) + head * c.group * row, *to = c.scores + head * c.scores_row;
+        channels<K>({given + (long)head * c.group * c.terms, rows + (long)head * c.terms,
+                     c.index + head * c.index_head, c.index_row, out, row, c.group, c.terms, 0},
+                    first, stop);
+        if (!apart) reduce(out, row, nullptr, c.group, c.reduce, first, stop, to);
+    });
+    choose_all(c, false);
+    return 0;
+}
+
+// Weights rank where there is room for logits, else the one table that a group's are reduced to.
+template <class Code>
+int by_codes(const Choice &c, const float *tables) {
+    const int group = c.logits ? c.group : 1;
+    in_parts(c, [&](int head, int first, int stop) {
+        const long row = c.logits ? c.logits_row : c.scores_row;
+        codes<Code>({tables + (long)head * c.terms * group * table_row(c.sums), nullptr,
+                     c.index + head * c.index_head, c.index_row,
+                     (c.logits ? c.logits : c.scores) + head * group * row, row, group, c.terms, c.sums},
+                    first, stop);
+    });
+    choose_all(c, c.logits);
+    return 0;
+}
+
+}  // namespace
+
+// Returns 0, 1 for a kind that this build lacks, 2 without memory.
+extern "C" int omnikv_choose_by_channels(const Choice *given) {
+    const Choice &c = *given;
+    static thread_local Scratch scratch;
+    const long queries = (long)c.heads * c.group;
+    float *const q = (float *)scratch.get(
+        sizeof(float) * (queries * (c.dim + c.terms) + 2 * c.dim) + sizeof(int64_t) * (c.heads * c.terms + 1));
+    if (!q) return 2;
+    if (widened(c, q)) return 1;
+    float *const sizes = q + queries * c.dim, *const parts = sizes + 2 * c.dim;
+    int64_t *const rows = (int64_t *)(((uintptr_t)(parts + queries * c.terms) + 7) & ~(uintptr_t)7);
+    for (int h = 0; h < c.heads; h++)
+        parts_of(c, h, q + (long)h * c.group * c.dim, sizes, parts + (long)h * c.group * c.terms,
+                 rows + (long)h * c.terms);
+#define BY_CHANNELS(K) by_channels<K>(c, parts, rows)
+    OF_KIND(c.index_kind, BY_CHANNELS);
+}
+
+// index_kind: bytes of a code.
+extern "C" int omnikv_choose_by_codes(const Choice *given) {
+    const Choice &c = *given;
+    static thread_local Scratch scratch;
+    const long queries = (long)c.heads * c.group, row = table_row(c.sums), held = queries * c.terms * row;
+    float *const found = (float *)scratch.get(sizeof(float) * (held + queries * c.dim));
+    if (!found) return 2;
+    float *const q = found + held;
+    if (widened(c, q)) return 1;
+    for (int h = 0; h < c.heads; h++) {
+        float *const own = found + h * c.group * c.terms * row;
+        if (tables(c, h, q + (long)h * c.group * c.dim, own)) return 1;
+        if (!c.logits) reduce(own, row, nullptr, c.group, c.reduce, 0, row, found + h * row);
+    }
+    return c.index_kind == 1 ? by_codes<uint8_t>(c, found) : c.index_kind == 4 ? by_codes<int32_t>(c, found) : 1;
+}
+
+extern "C" int omnikv_sizeof_choice() { return sizeof(Choice); }

@@ -1,0 +1,105 @@
+// Logits by an index of K: some channels of it, which lie token beside token, or tables of what each code
+// gives. Equal rows and equal codes have equal logits, wherever they lie.
+#pragma once
+#include "rounding.h"
+
+namespace {
+
+// Of one K/V head. `given`: of channels [group][terms], parts of the queries; of codes [terms][group][sums].
+struct Indexed {
+    const float *given;
+    const int64_t *rows;  // [terms]: channels
+    const char *index;    // [..][tokens]: K by channel, or codes
+    long index_row;       // bytes
+    float *out;           // [group][tokens]
+    long out_query;       // elements
+    int group, terms, sums;
+};
+
+constexpr int WIDE = 4;      // vectors of a tile
+constexpr int TILE = 4;      // queries of a tile
+constexpr int NEXT = 8 * W;  // tokens from a tile to what is fetched
+
+INLINE void store_some(float *to, int count, Floats x) {
+    if (count >= W) store(to, x);
+    else memcpy(to, &x, sizeof(float) * count);
+}
+
+// Logits of T queries on tokens t .. t + V * W - 1, or on `count` of W: behind the last there may be no
+// memory.
+template <class K, int T, int V>
+INLINE void some_channels(const Indexed &c, const float *given, int t, int count, float *out) {
+    Floats sums[T][V] = {};
+    for (int i = 0; i < c.terms; i++) {
+        const char *row = c.index + c.rows[i] * c.index_row + (long)t * K::bytes;
+        for (int v = 0; v < V; v++) {
+            if (V > 1) __builtin_prefetch(row + (v * W + NEXT) * K::bytes);
+            const Floats x = V > 1 ? K::read(row, v * W) : read_some<K>(row, 0, count);
+            for (int r = 0; r < T; r++) sums[r][v] += x * given[r * c.terms + i];
+        }
+    }
+    for (int r = 0; r < T; r++)
+        for (int v = 0; v < V; v++) store_some(out + r * c.out_query + t + v * W, count, sums[r][v]);
+}
+
+template <class K, int T>
+INLINE void queries_channels(const Indexed &c, int g, int t, int stop) {
+    const float *given = c.given + g * c.terms;
+    float *out = c.out + g * c.out_query;
+    for (; t + WIDE * W <= stop; t += WIDE * W) some_channels<K, T, WIDE>(c, given, t, W, out);
+    for (; t < stop; t += W) some_channels<K, T, 1>(c, given, t, stop - t, out);
+}
+
+// Of tokens first .. stop - 1, as `codes`.
+template <class K>
+void channels(const Indexed &c, int first, int stop) {
+    int g = 0;
+    for (; g + TILE <= c.group; g += TILE) queries_channels<K, TILE>(c, g, first, stop);
+    for (; g + 2 <= c.group; g += 2) queries_channels<K, 2>(c, g, first, stop);
+    for (; g < c.group; g++) queries_channels<K, 1>(c, g, first, stop);
+}
+
+constexpr int HELD = 64;  // entries of a table that lies in registers
+
+typedef uint8_t Bytes __attribute__((vector_size(W), aligned(1), may_alias));
+
+INLINE Ints codes_at(const uint8_t *row) { return __builtin_convertvector(*(const Bytes *)row, Ints); }
+INLINE Ints codes_at(const int32_t *row) { return *(const Ints *)row; }
+
+// Entries of a table of `sums` floats, HELD at most and whole vectors in memory.
+INLINE Floats looked_up(const float *table, int sums, Ints code) {
+    Floats found = __builtin_shuffle(load(table), load(table + W), code);
+    for (int at = 2 * W; at < sums; at += 2 * W)
+        found = code >= at ? __builtin_shuffle(load(table + at), load(table + at + W), code) : found;
+    return found;
+}
+
+// Entries of a row of a table in memory: whole pairs of vectors.
+constexpr int table_row(int sums) { return (sums + 2 * W - 1) / (2 * W) * (2 * W); }
+
+template <class Code>
+void codes(const Indexed &c, int first, int stop) {
+    const int row_floats = table_row(c.sums);
+    for (int g = 0; g < c.group; g++) {
+        float *out = c.out + g * c.out_query;
+        int t = first;
+        for (; c.sums <= HELD && t + W <= stop; t += W) {
+            Floats sum = {};
+            for (int p = 0; p < c.terms; p++) {
+                const Code *row = (const Code *)(c.index + p * c.index_row) + t;
+                sum += looked_up(c.given + ((long)p * c.group + g) * row_floats, c.sums, codes_at(row));
+            }
+            store(out + t, sum);
+        }
+        for (; t < stop; t++) {
+            float sum = 0;
+            for (int p = 0; p < c.terms; p++) {
+                const Code *row = (const Code *)(c.index + p * c.index_row);
+                sum += c.given[((long)p * c.group + g) * row_floats + row[t]];
+            }
+            out[t] = sum;
+        }
+    }
+}
+
+}  // namespace
