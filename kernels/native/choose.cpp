@@ -155,15 +155,36 @@ float weigh(float *x, int first, int stop, float top) {
     return found;
 }
 
-// A head's scores by the weights of its logits, which these replace.
-void by_weight(const Choice &c, int head) {
-    float *logits = c.logits + head * c.group * c.logits_row;
+// What x[first] .. x[stop - 1] are multiplied by so that their sum is 1; 0 where they vanish.
+float factor_of(const float *x, int first, int stop) {
+    Floats sum = {};
+    int t = first;
+    for (; t + W <= stop; t += W) sum += load(x + t);
+    float found = total(sum);
+    for (; t < stop; t++) found += x[t];
+    return found < 1e-9f ? 0 : 1 / found;
+}
+
+// The weights that a table's entries become: those of a token's codes are multiplied.
+void weigh_table(float *table, int sums) { weigh<true>(table, 0, sums, largest_of(table, 0, sums)); }
+
+// A head's scores by the weights of its tokens, which lie in place of logits. Where no token has the largest
+// entries of its tables, weights may vanish beside these: they are made again by the tables' sums.
+template <class Code>
+void by_weight(const Choice &c, int head, const Indexed &sums) {
     float factors[c.group];
+    bool vanish = false;
     for (int g = 0; g < c.group; g++) {
-        float *x = logits + g * c.logits_row;
+        factors[g] = factor_of(sums.out + g * sums.out_query, c.first, c.tokens);
+        vanish |= factors[g] == 0;
+    }
+    if (vanish) codes<Code, false>(sums, c.first, c.tokens);
+    for (int g = 0; vanish && g < c.group; g++) {
+        float *const x = sums.out + g * sums.out_query;
         factors[g] = 1 / weigh<true>(x, c.first, c.tokens, largest_of(x, c.first, c.tokens));
     }
-    reduce(logits, c.logits_row, factors, c.group, c.reduce, c.first, c.tokens, c.scores + head * c.scores_row);
+    float *const scores = c.scores + head * c.scores_row;
+    reduce(sums.out, sums.out_query, factors, c.group, c.reduce, c.first, c.tokens, scores);
 }
 
 // What a query's choice and the newest tokens weigh of all.
@@ -191,12 +212,14 @@ void largest_scores(const Choice &c, int choice) {
                 c.out + (long)choice * c.most, c.most, c.counts + choice);
 }
 
-void choose_all(const Choice &c, bool weighs) {
+// score(head) is run before, where that is still to be done.
+template <class Score>
+void choose_all(const Choice &c, int unscored, const Score &score) {
     const int choices = c.reduce == NONE ? c.heads * c.group : c.heads, work = c.heads * c.group;
 #pragma omp parallel num_threads(c.threads) if (c.threads > 1)
     {
 #pragma omp for schedule(static)
-        for (int i = 0; i < (weighs ? c.heads : 0); i++) by_weight(c, i);
+        for (int i = 0; i < unscored; i++) score(i);
 #pragma omp for schedule(static)
         for (int i = 0; i < choices; i++) largest_scores(c, i);
 #pragma omp for schedule(static)
@@ -226,22 +249,25 @@ int by_channels(const Choice &c, const float *given, const int64_t *rows) {
                     first, stop);
         if (!apart) reduce(out, row, nullptr, c.group, c.reduce, first, stop, to);
     });
-    choose_all(c, false);
+    choose_all(c, 0, [](int) {});
     return 0;
 }
 
 // Weights rank where there is room for logits, else the one table that a group's are reduced to.
 template <class Code>
-int by_codes(const Choice &c, const float *tables) {
+int by_codes(const Choice &c, const float *tables, const float *weights) {
     const int group = c.logits ? c.group : 1;
+    const long row = c.logits ? c.logits_row : c.scores_row, size = (long)c.terms * group * table_row(c.sums);
+    float *const out = c.logits ? c.logits : c.scores;
+    auto of = [&](int head, const float *tables) {
+        return Indexed{tables + head * size, nullptr, c.index + head * c.index_head, c.index_row,
+                       out + head * group * row, row, group, c.terms, c.sums};
+    };
     in_parts(c, [&](int head, int first, int stop) {
-        const long row = c.logits ? c.logits_row : c.scores_row;
-        codes<Code>({tables + (long)head * c.terms * group * table_row(c.sums), nullptr,
-                     c.index + head * c.index_head, c.index_row,
-                     (c.logits ? c.logits : c.scores) + head * group * row, row, group, c.terms, c.sums},
-                    first, stop);
+        if (c.logits) codes<Code, true>(of(head, weights), first, stop);
+        else codes<Code, false>(of(head, tables), first, stop);
     });
-    choose_all(c, c.logits);
+    choose_all(c, c.logits ? c.heads : 0, [&](int head) { by_weight<Code>(c, head, of(head, tables)); });
     return 0;
 }
 
@@ -270,16 +296,19 @@ extern "C" int omnikv_choose_by_codes(const Choice *given) {
     const Choice &c = *given;
     static thread_local Scratch scratch;
     const long queries = (long)c.heads * c.group, row = table_row(c.sums), held = queries * c.terms * row;
-    float *const found = (float *)scratch.get(sizeof(float) * (held + queries * c.dim));
+    float *const found = (float *)scratch.get(sizeof(float) * (2 * held + queries * c.dim));
     if (!found) return 2;
-    float *const q = found + held;
+    float *const weights = found + held, *const q = weights + held;
     if (widened(c, q)) return 1;
     for (int h = 0; h < c.heads; h++) {
         float *const own = found + h * c.group * c.terms * row;
         if (tables(c, h, q + (long)h * c.group * c.dim, own)) return 1;
         if (!c.logits) reduce(own, row, nullptr, c.group, c.reduce, 0, row, found + h * row);
     }
-    return c.index_kind == 1 ? by_codes<uint8_t>(c, found) : c.index_kind == 4 ? by_codes<int32_t>(c, found) : 1;
+    if (c.logits) memcpy(weights, found, sizeof(float) * held);
+    for (long i = 0; c.logits && i < queries * c.terms; i++) weigh_table(weights + i * row, c.sums);
+    if (c.index_kind == 1) return by_codes<uint8_t>(c, found, weights);
+    return c.index_kind == 4 ? by_codes<int32_t>(c, found, weights) : 1;
 }
 
 extern "C" int omnikv_sizeof_choice() { return sizeof(Choice); }

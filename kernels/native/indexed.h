@@ -61,9 +61,17 @@ void channels(const Indexed &c, int first, int stop) {
 
 constexpr int HELD = 64;  // entries of a table that lies in registers
 
-typedef uint8_t Bytes __attribute__((vector_size(W), aligned(1), may_alias));
-
-INLINE Ints codes_at(const uint8_t *row) { return __builtin_convertvector(*(const Bytes *)row, Ints); }
+INLINE Ints codes_at(const uint8_t *row) {
+#if defined(__AVX512F__)
+    return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)row));
+#elif defined(__AVX2__)
+    return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)row));
+#else
+    Ints found;
+    for (int i = 0; i < W; i++) found[i] = row[i];
+    return found;
+#endif
+}
 INLINE Ints codes_at(const int32_t *row) { return *(const Ints *)row; }
 
 // Entries of a table of `sums` floats, HELD at most and whole vectors in memory.
@@ -77,27 +85,31 @@ INLINE Floats looked_up(const float *table, int sums, Ints code) {
 // Entries of a row of a table in memory: whole pairs of vectors.
 constexpr int table_row(int sums) { return (sums + 2 * W - 1) / (2 * W) * (2 * W); }
 
-template <class Code>
+// Sums of entries, or of entries that are weights products.
+template <class Code, bool weights>
 void codes(const Indexed &c, int first, int stop) {
     const int row_floats = table_row(c.sums);
     for (int g = 0; g < c.group; g++) {
         float *out = c.out + g * c.out_query;
         int t = first;
         for (; c.sums <= HELD && t + W <= stop; t += W) {
-            Floats sum = {};
+            Floats found = all(weights ? 1 : 0);
             for (int p = 0; p < c.terms; p++) {
                 const Code *row = (const Code *)(c.index + p * c.index_row) + t;
-                sum += looked_up(c.given + ((long)p * c.group + g) * row_floats, c.sums, codes_at(row));
+                const float *table = c.given + ((long)p * c.group + g) * row_floats;
+                const Floats x = looked_up(table, c.sums, codes_at(row));
+                found = weights ? found * x : found + x;
             }
-            store(out + t, sum);
+            store(out + t, found);
         }
         for (; t < stop; t++) {
-            float sum = 0;
+            float found = weights ? 1 : 0;
             for (int p = 0; p < c.terms; p++) {
                 const Code *row = (const Code *)(c.index + p * c.index_row);
-                sum += c.given[((long)p * c.group + g) * row_floats + row[t]];
+                const float x = c.given[((long)p * c.group + g) * row_floats + row[t]];
+                found = weights ? found * x : found + x;
             }
-            out[t] = sum;
+            out[t] = found;
         }
     }
 }

@@ -46,6 +46,7 @@ SOURCES = (
     "few_bits.cpp",
     "gates.cpp",
     "kept.cpp",
+    "learn.cpp",
     "noisy.cpp",
     "packed.cpp",
     "prefill.cpp",

@@ -1,6 +1,8 @@
 // The k largest of many scores, ascending by index: the lower index of equal scores, NaN lowest.
 // Three digits of the scores' bits are counted, of 11, 11 and 10 bits, each among the scores that
-// share the digits before; a last pass writes indices. Nothing is copied or sorted.
+// share the digits before; a last pass writes indices. Where few share the first digit with the last
+// place, that pass comes before, and what is left to find out is about these. Nothing is sorted.
+#include "scratch.h"
 #include "vector.h"
 
 namespace {
@@ -8,6 +10,13 @@ namespace {
 // Ordered as the floats are: -0 is 0, NaN is minus infinity.
 INLINE Ints ordered(Floats x) {
     const Ints bits = (Ints)(x == x ? x + 0.f : all(-INFINITY));
+    return bits ^ (bits >> 31 & 0x7FFFFFFF);
+}
+
+INLINE int32_t ordered(float x) {
+    const float plain = x == x ? x + 0.f : -INFINITY;
+    int32_t bits;
+    memcpy(&bits, &plain, sizeof bits);
     return bits ^ (bits >> 31 & 0x7FFFFFFF);
 }
 
@@ -61,7 +70,16 @@ static void count_digit(const Scores &scores, int above, int32_t prefix, int shi
 
 // The digit in which the `missing`-th largest lies; missing becomes its rank among that digit's.
 static int crossing(const int32_t (*bins)[BINS], int size, int &missing) {
-    for (int digit = size - 1;; digit--) {
+    int above = size;  // digits from here on are too few
+    for (; above > W; above -= W) {
+        Ints sums = {};
+        for (int copy = 0; copy < COPIES; copy++) sums += *(const Ints *)(bins[copy] + above - W);
+        int found = 0;
+        for (int i = 0; i < W; i++) found += sums[i];
+        if (found >= missing) break;
+        missing -= found;
+    }
+    for (int digit = above - 1;; digit--) {
         int found = 0;
         for (int copy = 0; copy < COPIES; copy++) found += bins[copy][digit];
         if (found >= missing || !digit) return digit;
@@ -69,16 +87,66 @@ static int crossing(const int32_t (*bins)[BINS], int size, int &missing) {
     }
 }
 
-static void select(const Scores &scores, int kept, int first, int32_t *out) {
-    int32_t bins[COPIES][BINS];
-    int missing = kept;
-    count_digit(scores, 32, 0, 21, BINS, bins);
-    uint32_t key = crossing(bins, BINS, missing);
+// The key of the last place, whose first digit is `key`; missing becomes how many of its equals have one.
+static int32_t last_place(const Scores &scores, uint32_t key, int &missing, int32_t (*bins)[BINS]) {
     count_digit(scores, 21, (int32_t)(key << 21 ^ 0x80000000u) >> 21, 10, BINS, bins);
     key = key << 11 | crossing(bins, BINS, missing);
     count_digit(scores, 10, (int32_t)(key << 10 ^ 0x80000000u) >> 10, 0, 1024, bins);
     key = key << 10 | crossing(bins, 1024, missing);
-    const int32_t floor = (int32_t)(key ^ 0x80000000u);  // the last place's; `missing` of its equals
+    return (int32_t)(key ^ 0x80000000u);
+}
+
+constexpr int FEW = 4096;  // scores that share the first digit
+
+// `select` where `shared` scores have the first digit `key`, of which `missing` have a place: these and
+// the larger ones are listed, and of these alone the other digits are counted. False without memory.
+static bool select_listed(const Scores &scores, int kept, int first, uint32_t key, int missing, int shared,
+                          int32_t (*bins)[BINS], int32_t *out) {
+    static thread_local Scratch scratch;
+    const int listed = kept - missing + shared;
+    int32_t *const at = (int32_t *)scratch.get(sizeof(int32_t) * (listed + W + shared));
+    if (!at) return false;
+    float *const equal = (float *)(at + listed + W);
+    const int32_t least = (int32_t)(key << 21 ^ 0x80000000u);
+    int found = 0, equals = 0;
+#if defined(__AVX512F__)
+    const __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#endif
+    for (int i = 0; i < scores.count; i += W) {
+        uint32_t valid;
+        const Ints keys = scores.keys(i, valid);
+        uint32_t chosen = lanes(keys >= least) & valid;
+#if defined(__AVX512F__)
+        const __m512i own = _mm512_add_epi32(places, _mm512_set1_epi32(i));
+        _mm512_storeu_si512(at + found, _mm512_maskz_compress_epi32(chosen, own));
+        found += __builtin_popcount(chosen);
+#else
+        for (; chosen; chosen &= chosen - 1) at[found++] = i + __builtin_ctz(chosen);
+#endif
+    }
+    for (int i = 0; i < listed; i++) {
+        const float x = scores.of[at[i]];
+        equal[equals] = x;  // one place more is written over
+        equals += ordered(x) >> 21 == least >> 21;
+        if (equals == shared) break;
+    }
+    const int32_t floor = last_place({equal, shared}, key, missing, bins);
+    for (int i = 0, taken = 0; taken < kept; i++) {
+        const int32_t own = ordered(scores.of[at[i]]);
+        out[taken] = first + at[i];  // written over where it has no place
+        taken += own > floor || (own == floor && missing-- > 0);
+    }
+    return true;
+}
+
+static void select(const Scores &scores, int kept, int first, int32_t *out) {
+    int32_t bins[COPIES][BINS];
+    int missing = kept, shared = 0;
+    count_digit(scores, 32, 0, 21, BINS, bins);
+    const uint32_t key = crossing(bins, BINS, missing);
+    for (int copy = 0; copy < COPIES; copy++) shared += bins[copy][key];
+    if (shared <= FEW && select_listed(scores, kept, first, key, missing, shared, bins, out)) return;
+    const int32_t floor = last_place(scores, key, missing, bins);  // `missing` of its equals have a place
     for (int i = 0; i < scores.count; i += W) {
         uint32_t valid;
         const Ints keys = scores.keys(i, valid);

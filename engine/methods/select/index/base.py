@@ -20,10 +20,10 @@ from engine.methods.select.base import Budgeted, Buffer, Selecting, Selection
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import TAIL_BLOCK, LayerPlan, single_layer_groups
 from engine.plan.needs import Needs
+from kernels.index.by_torch import grouped as grouped
+from kernels.index.by_torch import reduced as reduced
+from kernels.index.indexes import REDUCE, Ends, Index
 from kernels.rows.forms import as_bytes
-from kernels.select.choose import REDUCE, Lists
-from kernels.select.choose import grouped as grouped
-from kernels.select.choose import reduced as reduced
 
 AT_ONCE = 4096  # rows learnt or scored at a time: K in float32 is 2 MB a head at head_dim 128
 REDUCTIONS = tuple(REDUCE)
@@ -137,13 +137,13 @@ class IndexRuntime(Selecting):
         """
         raise NotImplementedError
 
-    def rank(self, group: int, q: torch.Tensor, lengths: list[int], lists: Lists) -> None:
+    def rank(self, group: int, q: torch.Tensor, lengths: list[int], ends: Ends) -> None:
         """Make a step's choice by `score`, which a method that leaves it to one kernel need not
         have.
         """
         scores = self.score(group, q, lengths)
-        room = self.wanted(lists.stop, lists.room)
-        lists._replace(scores=scores, room=room).take(self.setup.backend)
+        ends = ends._replace(room=self.wanted(ends.stop, ends.room))
+        Index(scores, self.index[group], "none").take(ends, self.setup.backend)
 
     def completed(self, group: int, chosen: Selection, lengths: list[int]) -> Selection:
         """A choice of a step with what else its attention needs."""
@@ -211,8 +211,7 @@ class IndexRuntime(Selecting):
         index, choices = self.index[group], self.index.shape[1] // len(q)
         tail, stop, room = step.once("index", lambda: self._ends(step, choices))
         counts = torch.empty_like(stop)
-        lists = Lists(self.scores, stop, room, index, counts)
-        self.rank(group, q[:, -1], lengths, lists)
+        self.rank(group, q[:, -1], lengths, Ends(stop, room, counts))
         by_list = counts.view(len(q), choices)
         kept = by_list if self.apart else by_list[:, 0]
         chosen = Selection(index.view(len(q), choices, -1), kept, tail)

@@ -14,6 +14,7 @@ to one choice per K/V head (the code: a choice per query head). Prompts are read
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -31,8 +32,9 @@ from engine.methods.select.index.clusters import cluster
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
+from kernels.index.choose import choose_by_codes
+from kernels.index.indexes import Codes, Ends
 from kernels.rows.forms import key_floats
-from kernels.select.choose import ByCodes, Lists, choose_by_codes
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,22 @@ class ClusterKVRuntime(IndexRuntime):
     member: torch.Tensor
     centroids: torch.Tensor
 
+    @cached_property
+    def _by(self) -> list[Codes]:
+        """What each group chooses by."""
+        method, known = self.method, zip(self.index, self.member, self.centroids)
+        return [
+            Codes(
+                self.scores,
+                chosen,
+                method.gqa_reduce,
+                codes=member.unsqueeze(2),
+                centroids=centroids.unsqueeze(2),
+                first=method.sink,
+            )
+            for chosen, member, centroids in known
+        ]
+
     def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         method = self.method
         stop, start = first + k.shape[1], max(first, method.sink)
@@ -120,22 +138,14 @@ class ClusterKVRuntime(IndexRuntime):
         own = self.centroids[group, b, :, before * count : after * count]
         own.copy_(centroids.view(heads, -1, centroids.shape[-1]))
 
-    def rank(self, group: int, q: torch.Tensor, lengths: list[int], lists: Lists) -> None:
+    def rank(self, group: int, q: torch.Tensor, lengths: list[int], ends: Ends) -> None:
         """A token has the score of its cluster, so that the best tokens are whole clusters, and of
         the last one its oldest.
         """
         method = self.method
-        count = max(map(method.segments, lengths)) * method.clusters
-        given = ByCodes(
-            q,
-            self.centroids[group, :, :, None, :count],
-            self.member[group].unsqueeze(2),
-            [method.since(n) for n in lengths],
-            lists,
-            method.gqa_reduce,
-            method.sink,
-        )
-        choose_by_codes(given, self.setup.backend)
+        known = max(map(method.segments, lengths)) * method.clusters
+        stops = [method.since(n) for n in lengths]
+        choose_by_codes(self._by[group], q, stops, ends, known, self.setup.backend)
 
     def tail_start(self, step: Step) -> torch.Tensor:
         """What is in no cluster; the newest token always, also where it completes a segment."""

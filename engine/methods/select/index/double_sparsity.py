@@ -13,6 +13,7 @@ element type, not 4 bits. Prompts are read densely.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ from engine.methods.select.index.channels import (
 from engine.methods.tables.head_table import Facts, checked_facts
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
-from kernels.rows.forms import unpack_keys
-from kernels.select.choose import ByChannels, Lists, choose_by_channels
+from kernels.index.choose import choose_by_channels
+from kernels.index.indexes import Channels, Ends
+from kernels.index.learn import learn_channels
 
 PART = 16  # of the head dimension, by default
 
@@ -125,23 +127,20 @@ class DoubleSparsityRuntime(IndexRuntime):
             lists = [head[:count] for head in method.channels[own.filter_layer]]
             self.heavy[group] = torch.tensor(lists)
 
-    def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        rows = unpack_keys(k, self.held.dtype)
-        n = rows.shape[1]
-        heavy = self.heavy[group].unsqueeze(1).expand(-1, n, -1)
-        self.held[group, b, :, :, first : first + n] = rows.gather(2, heavy).mT
+    @cached_property
+    def _by(self) -> list[Channels]:
+        """What each group chooses by."""
+        settings = self.method.gqa_reduce, 1.0, self.logits
+        return [
+            Channels(self.scores, chosen, *settings, rows=rows, channels=heavy)
+            for chosen, rows, heavy in zip(self.index, self.held, self.heavy)
+        ]
 
-    def rank(self, group: int, q: torch.Tensor, lengths: list[int], lists: Lists) -> None:
-        given = ByChannels(
-            q,
-            self.held[group],
-            lengths,
-            lists,
-            self.method.gqa_reduce,
-            self.heavy[group],
-            logits=self.logits,
-        )
-        choose_by_channels(given, self.setup.backend)
+    def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        learn_channels(self.held[group, b], first, k, self.heavy[group], self.setup.backend)
+
+    def rank(self, group: int, q: torch.Tensor, lengths: list[int], ends: Ends) -> None:
+        choose_by_channels(self._by[group], q, lengths, ends, backend=self.setup.backend)
 
     def index_bytes(self, n: int) -> int:
         """The labels of every token."""

@@ -14,6 +14,7 @@ are read densely.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -30,8 +31,10 @@ from engine.methods.select.index.base import (
 from engine.methods.select.index.clusters import cluster, nearest
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
+from kernels.index.choose import choose_by_codes
+from kernels.index.indexes import Codes, Ends
+from kernels.index.learn import learn_code
 from kernels.rows.forms import key_floats
-from kernels.select.choose import ByCodes, Lists, choose_by_codes
 
 NEWEST = 2  # the newest tokens are this part of the budget
 
@@ -116,8 +119,30 @@ class PQCacheRuntime(IndexRuntime):
     centroids: torch.Tensor
     weights: torch.Tensor
 
+    @cached_property
+    def _by(self) -> list[Codes]:
+        """What each group chooses by."""
+        method, known = self.method, zip(self.index, self.codes, self.centroids)
+        logits = self.weights.view(self.setup.batch, -1, self.setup.capacity)
+        settings = method.gqa_reduce, self.scale, logits
+        return [
+            Codes(
+                self.scores,
+                chosen,
+                *settings,
+                codes=codes,
+                centroids=centroids,
+                first=method.sink,
+            )
+            for chosen, codes, centroids in known
+        ]
+
     def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         method, start = self.method, max(first, self.method.sink)
+        if first >= method.ready and self.as_they_are:
+            known = self.centroids[group, b]
+            if learn_code(self.codes[group, b], first, k, known, self.setup.backend):
+                return
         centroids = self.centroids[group, b].flatten(0, 1)  # [Hkv * parts, C, D / parts]
         keys = self.coded(group, key_floats(k[:, start - first :]), start)
         pieces = keys.unflatten(2, (method.parts, -1)).transpose(1, 2).flatten(0, 1)
@@ -127,24 +152,16 @@ class PQCacheRuntime(IndexRuntime):
         codes = self.codes[group, b, :, :, start : first + k.shape[1]]
         codes.copy_(nearest(pieces, centroids, cosine=False).view(codes.shape))
 
+    as_they_are = True  # whether `coded` changes nothing
+
     def coded(self, group: int, keys: torch.Tensor, first: int) -> torch.Tensor:
         """What is coded of keys float32 [Hkv, n, D] at positions from `first` on."""
         return keys
 
-    def rank(self, group: int, q: torch.Tensor, lengths: list[int], lists: Lists) -> None:
+    def rank(self, group: int, q: torch.Tensor, lengths: list[int], ends: Ends) -> None:
         method, newest = self.method, self.method.newest(self.k)
-        given = ByCodes(
-            q,
-            self.centroids[group],
-            self.codes[group],
-            [n - newest if n >= method.ready else method.sink for n in lengths],
-            lists,
-            method.gqa_reduce,
-            method.sink,
-            self.scale,
-            self.weights.view(*q.shape[:2], -1),
-        )
-        choose_by_codes(given, self.setup.backend)
+        stops = [n - newest if n >= method.ready else method.sink for n in lengths]
+        choose_by_codes(self._by[group], q, stops, ends, backend=self.setup.backend)
 
     def tail_start(self, step: Step) -> torch.Tensor:
         """The newest tokens; all, where there are no centroids yet."""

@@ -12,6 +12,8 @@ is read in one run: that copy is on the device, also where the layer's rows lie 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -29,8 +31,9 @@ from engine.methods.select.index.base import (
 from engine.methods.select.index.value_sums import ValueSums
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
-from kernels.rows.forms import floats, unpack_keys
-from kernels.select.choose import ByChannels, Lists, choose_by_channels
+from kernels.index.choose import choose_by_channels
+from kernels.index.indexes import Channels, Ends
+from kernels.index.learn import learn_channels
 
 NEWEST = 4  # the newest tokens are this part of the budget
 
@@ -112,39 +115,39 @@ class SparQRuntime(IndexRuntime):
 
     def __init__(self, method: SparQ, setup: Setup):
         super().__init__(method, setup)
-        self._sums = ValueSums(self.prefix, self.blocks) if method.mean else None
-        self._r = method.channels(setup.config)
+        self._sums = None
+        if method.mean:
+            self._sums = ValueSums(self.prefix, self.blocks, self.means, setup.backend)
+
+    @cached_property
+    def _by(self) -> list[Channels]:
+        """What each group chooses by."""
+        method, setup = self.method, self.setup
+        settings = method.gqa_reduce, self.scale, self.logits.view(setup.batch, -1, setup.capacity)
+        r, weights = method.channels(setup.config), self.weights if method.mean else repeat(None)
+        return [
+            Channels(self.scores, chosen, *settings, rows=rows, r=r, weights=weight)
+            for chosen, rows, weight in zip(self.index, self.by_channel, weights)
+        ]
 
     def begins(self, group: int, b: int, first: int) -> int:
         return first if self._sums is None else self._sums.begins(group, b, first)
 
     def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        rows = unpack_keys(k, self.by_channel.dtype).mT
-        self.by_channel[group, b, :, :, first : first + rows.shape[2]] = rows
+        learn_channels(self.by_channel[group, b], first, k, backend=self.setup.backend)
         if self._sums is not None:
-            self._sums.add(group, b, first, floats(v))
+            self._sums.add(group, b, first, v)
 
-    def rank(self, group: int, q: torch.Tensor, lengths: list[int], lists: Lists) -> None:
+    def rank(self, group: int, q: torch.Tensor, lengths: list[int], ends: Ends) -> None:
         """Leaves what the choices weigh in self.weights."""
-        given = ByChannels(
-            q,
-            self.by_channel[group],
-            lengths,
-            lists,
-            self.method.gqa_reduce,
-            r=self._r,
-            scale=self.scale,
-            logits=self.logits.view(*q.shape[:2], -1),
-            newest=self.method.newest(self.k),
-            weights=None if self._sums is None else self.weights[group],
-        )
-        choose_by_channels(given, self.setup.backend)
+        newest = self.method.newest(self.k)
+        choose_by_channels(self._by[group], q, lengths, ends, newest, self.setup.backend)
 
     def completed(self, group: int, chosen: Selection, lengths: list[int]) -> Selection:
         if self._sums is None:
             return chosen
         for b, n in enumerate(lengths):
-            self.means[group, b] = self._sums.mean(group, b, n)
+            self._sums.mean_of(group, b, n)
         return Completed(
             chosen.index,
             chosen.counts,
@@ -175,5 +178,5 @@ class SparQRuntime(IndexRuntime):
     def index_bytes(self, n: int) -> int:
         """r channels of every token, and the mean."""
         heads, dim = self.by_channel.shape[2:4]
-        found = heads * self._r * n * self.by_channel.element_size()
+        found = heads * self.method.channels(self.setup.config) * n * self.by_channel.element_size()
         return found + (2 * heads * dim * self.prefix.element_size() if self.method.mean else 0)

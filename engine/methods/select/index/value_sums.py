@@ -10,20 +10,30 @@ from __future__ import annotations
 import torch
 
 from engine.methods.select.base import Buffer
+from kernels.index.learn import add_value
+from kernels.rows.forms import floats
 
 BLOCK = 64
 
 
 class ValueSums:
     """Of every layer and sequence. prefix [layers, B, Hkv, BLOCK, D]: of the row in slot t % BLOCK
-    the sum of its block up to it; blocks [layers, B, Hkv, N, D]: the sum before each block.
+    the sum of its block up to it; blocks [layers, B, Hkv, N, D]: the sum before each block. means
+    float32 [layers, B, Hkv, D], or None: room for what `mean_of` leaves.
     """
 
-    def __init__(self, prefix: torch.Tensor, blocks: torch.Tensor):
-        self.prefix, self.blocks = prefix, blocks
+    def __init__(
+        self,
+        prefix: torch.Tensor,
+        blocks: torch.Tensor,
+        means: torch.Tensor | None = None,
+        backend: str = "auto",
+    ):
+        self.prefix, self.blocks, self.means, self._backend = prefix, blocks, means, backend
         blocks[:, :, :, 0] = 0.0
         # one past the newest row ever added, whose slot is the last that was written over
         self._high = [[0] * prefix.shape[1] for _ in range(len(prefix))]
+        self._meant = [[0] * prefix.shape[1] for _ in range(len(prefix))]  # rows of the means
 
     @staticmethod
     def buffers(
@@ -44,13 +54,23 @@ class ValueSums:
         return first if held else first // BLOCK * BLOCK
 
     def add(self, layer: int, b: int, first: int, v: torch.Tensor) -> None:
-        """Add rows first .. first+n-1, v [Hkv, n, D]; the sums of those before are known."""
+        """Add rows first .. first+n-1, v [Hkv, n, D] of any form; the sums of those before are
+        known.
+        """
         prefix, blocks = self.prefix[layer, b], self.blocks[layer, b]
-        heads, n, dim = v.shape
+        n = v.shape[1]
         self._high[layer][b] = max(self._high[layer][b], first + n)
+        self._meant[layer][b] = 0
+        if n == 1 and self.means is not None:
+            given = prefix, blocks, first, v, self.means[layer, b]
+            if add_value(*given, self._backend):
+                self._meant[layer][b] = first + 1
+                return
+        v = floats(v)
         if n == 1:
             self._add_one(prefix, blocks, first, v[:, 0])
             return
+        heads, _, dim = v.shape
         stop, before, number = first + n, first % BLOCK, first // BLOCK
         whole = -(-stop // BLOCK) - number
         rows = prefix.new_zeros(heads, whole * BLOCK, dim)
@@ -80,3 +100,10 @@ class ValueSums:
         last = n - 1
         block = self.blocks[layer, b, :, last // BLOCK]
         return (block + self.prefix[layer, b, :, last % BLOCK]) / n
+
+    def mean_of(self, layer: int, b: int, n: int) -> None:
+        """Leave the mean of rows 0 .. n-1 in `means`, where it is not yet."""
+        if self._meant[layer][b] != n:
+            assert self.means is not None
+            self.means[layer, b] = self.mean(layer, b, n)
+            self._meant[layer][b] = n

@@ -99,6 +99,7 @@ class A2ATSRuntime(PQCacheRuntime):
     method: A2ATS
     factors: torch.Tensor
     rank = IndexRuntime.rank  # by what each code weighs
+    as_they_are = False
 
     def __init__(self, method: A2ATS, setup: Setup):
         super().__init__(method, setup)
