@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -98,63 +97,47 @@ def _is_token(row: torch.Tensor, *dtypes: torch.dtype) -> bool:
     return row.shape[1] == 1 and row.dtype in dtypes and row.dtype in FLOATS and BINDING.usable()
 
 
-def _learnt(row: torch.Tensor, token: int, **more: Any) -> Any:
-    """A call of learn.cpp. row [Hkv, 1, D]."""
+def _run(name: str, row: torch.Tensor, token: int, *given: int | None) -> None:
+    """Call a function of learn.cpp. row [Hkv, 1, D]; given: from `channels` to `mean` the pointers,
+    then the strides behind row_head, and rows, sums and block.
+    """
     assert row.stride(2) == 1
-    size, (heads, _, dim) = row.element_size(), row.shape
-    given = dict(row=row.data_ptr(), row_head=row.stride(0) * size, kind=FLOATS[row.dtype])
-    return ctypes.byref(_Learnt(heads=heads, dim=dim, token=token, **given, **more))
+    (heads, _, dim), size = row.shape, row.element_size()
+    *pointers_strides, rows, sums, block = given
+    pointers, strides = pointers_strides[:6], pointers_strides[6:]
+    call = _Learnt(
+        row.data_ptr(), *pointers, row.stride(0) * size, *strides,
+        heads, dim, rows, sums, token, block, FLOATS[row.dtype],
+    )  # fmt: skip
+    check(getattr(loaded(), name)(ctypes.byref(call)), name)
 
 
 def _channels_natively(
     rows: torch.Tensor, first: int, k: torch.Tensor, channels: torch.Tensor | None
 ) -> None:
-    size = rows.element_size()
-    call = _learnt(
-        k,
-        first,
-        index=rows.data_ptr(),
-        index_head=rows.stride(0) * size,
-        index_row=rows.stride(1) * size,
-        rows=rows.shape[1],
-        channels=None if channels is None else channels.data_ptr(),
-    )
-    check(loaded().omnikv_learn_channels(call), "K by channel")
+    size, head = rows.element_size(), None if channels is None else channels.data_ptr()
+    pointers = head, None, rows.data_ptr(), None, None, None
+    strides = rows.stride(0) * size, rows.stride(1) * size, 0, 0, 0, 0
+    _run("omnikv_learn_channels", k, first, *pointers, *strides, rows.shape[1], 0, 0)
 
 
 def _code_natively(
     codes: torch.Tensor, token: int, k: torch.Tensor, centroids: torch.Tensor
 ) -> None:
-    assert centroids.stride()[2:] == (centroids.shape[3], 1)
-    call = _learnt(
-        k,
-        token,
-        index=codes.data_ptr(),
-        index_head=codes.stride(0),
-        index_row=codes.stride(1),
-        rows=codes.shape[1],
-        centroids=centroids.data_ptr(),
-        centroid_head=centroids.stride(0),
-        centroid_part=centroids.stride(1),
-        sums=centroids.shape[2],
-    )
-    check(loaded().omnikv_learn_code(call), "codes of K")
+    head, part, *inner = centroids.stride()
+    assert inner == [centroids.shape[3], 1]
+    pointers = None, centroids.data_ptr(), codes.data_ptr(), None, None, None
+    strides = codes.stride(0), codes.stride(1), head, part, 0, 0
+    sizes = codes.shape[1], centroids.shape[2], 0
+    _run("omnikv_learn_code", k, token, *pointers, *strides, *sizes)
 
 
 def _value_natively(
     prefix: torch.Tensor, blocks: torch.Tensor, token: int, v: torch.Tensor, mean: torch.Tensor
 ) -> None:
-    call = _learnt(
-        v,
-        token,
-        prefix=prefix.data_ptr(),
-        prefix_head=prefix.stride(0),
-        blocks=blocks.data_ptr(),
-        block_head=blocks.stride(0),
-        block=prefix.shape[1],
-        mean=mean.data_ptr(),
-    )
-    check(loaded().omnikv_add_value(call), "sums of V")
+    pointers = None, None, None, prefix.data_ptr(), blocks.data_ptr(), mean.data_ptr()
+    strides = 0, 0, 0, 0, prefix.stride(0), blocks.stride(0)
+    _run("omnikv_add_value", v, token, *pointers, *strides, 0, 0, prefix.shape[1])
 
 
 @BINDING.self_test

@@ -60,6 +60,7 @@ SOURCES = (
     "ssd.cpp",
     "step.cpp",
     "topk.cpp",
+    "turns.cpp",
 )
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (

@@ -4,13 +4,16 @@ this in a process of its own.
 
 import torch
 
-import kernels.kept.noisy  # registers its self-test, as do the others
+import kernels.index.choose  # registers its self-test, as do the others
+import kernels.index.learn
+import kernels.kept.noisy
 import kernels.layer.native_step
 import kernels.recurrent.conv
 import kernels.recurrent.delta  # prompts and steps at seams
 import kernels.recurrent.gates
 import kernels.recurrent.ssd
 import kernels.select.drop
+import kernels.select.turns
 import kernels.sketch.agreement
 import kernels.sketch.channel_bounds
 import kernels.sketch.drawn

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import kernels.index.choose
+import kernels.index.learn
 import kernels.kept.far
 import kernels.kept.noisy
 import kernels.kept.step
@@ -27,6 +29,7 @@ import kernels.recurrent.ssd
 import kernels.select.drop
 import kernels.select.page_bounds
 import kernels.select.topk
+import kernels.select.turns
 import kernels.sketch.agreement
 import kernels.sketch.channel_bounds
 import kernels.sketch.drawn

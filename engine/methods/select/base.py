@@ -100,6 +100,12 @@ class Selection:
     tail_start: torch.Tensor
     unit: int = 1
 
+    def copy(self) -> Selection:
+        """The same choice in tensors of its own, that the next step leaves alone."""
+        if self.index is None or self.counts is None:
+            return self
+        return replace(self, index=self.index.clone(), counts=self.counts.clone())
+
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(index, counts) in tokens."""
         assert self.index is not None and self.counts is not None
@@ -263,10 +269,7 @@ class Selecting(Runtime):
         return {layer: rows[rows >= 0].cpu() for layer, rows in found}
 
     def choice(self) -> Any:
-        return {
-            group: chosen if chosen.index is None else replace(chosen, index=chosen.index.clone())
-            for group, chosen in self.chosen.items()
-        }
+        return {group: chosen.copy() for group, chosen in self.chosen.items()}
 
     def load_choice(self, choice: Any) -> None:
         self.chosen = choice

@@ -27,14 +27,13 @@ from engine.methods.select.across.by_logits import (
     choice_buffers,
     choosers_stay,
     choosing_layers,
-    highest,
     require_room,
 )
 from engine.methods.select.base import Budgeted, Buffer, Selection
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan, layer_plan
 from engine.plan.needs import Needs
-from kernels.select.topk import select_topk
+from kernels.select.turns import name_in_turns
 
 
 @dataclass(frozen=True)
@@ -96,48 +95,22 @@ class LessIsMoreRuntime(ByLogits):
 
     method: LessIsMore
 
-    def score(self, layer: int, q: torch.Tensor, step: Step, lengths: list[int]) -> torch.Tensor:
-        """A token's score is the higher the earlier its place in the heads' order; the first
-        tokens' is infinite.
-        """
-        sinks, chosen, newest = self.method.parts(self.k)
-        for b, n in enumerate(lengths):
-            scores = self.scores[b]
-            scores[:n] = float("-inf")
-            scores[:sinks] = float("inf")
-            stop = max(sinks, n - newest)
-            logits = self.logs(layer, q, step, b, n).logits
-            places = min(chosen, stop - sinks)
-            named = _first(logits, sinks, stop, places, self.setup.backend).T.flatten()
-            # [places, heads]: a token's number in this order is its place
-            order = torch.arange(0, -len(named), -1, dtype=torch.float32, device=q.device)
-            scores.scatter_reduce_(0, named, order, "amax")
-        return self.scores
-
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
         group, lengths = self.plan.group_of[layer], step.lengths
         if max(lengths) <= self.k:
             return Selection(None, None, step.visible)
         assert group is not None
-        sinks, chosen, _ = self.method.parts(self.k)
-        tail = self.tail_start(step)
-        scores = self.score(layer, q, step, lengths)
-        given = sinks + chosen, tail, self.setup.backend
-        found = highest(self.index[group], scores, tail, *given)
+        (sinks, chosen, newest), index = self.method.parts(self.k), self.index[group]
+        kept = []
+        for b, n in enumerate(lengths):
+            stop = max(0, n - newest)
+            logits = self.logs(layer, q, step, b, n).logits
+            given = min(sinks, stop), stop, chosen, self.scores[b], index[b]
+            kept.append(name_in_turns(logits, *given, self.setup.backend))
+        counts = torch.tensor(kept, dtype=torch.int32).to(index.device, non_blocking=True)
+        found = Selection(index.unsqueeze(1), counts, self.tail_start(step))
         return brought(found, self.plan.groups[group].layers, step)
 
     def tail_start(self, step: Step) -> torch.Tensor:
         """The newest tokens are read beside the list."""
         return (step.visible - self.method.parts(self.k)[2]).clamp(min=0)
-
-
-def _first(logits: torch.Tensor, start: int, stop: int, count: int, backend: str) -> torch.Tensor:
-    """The `count` tokens from `start` to stop-1 with the largest logits [H, n], largest first, of
-    equal ones the first: int64 [H, count].
-    """
-    best = logits.new_empty(len(logits), count, dtype=torch.int32)
-    first, last, most = (best.new_full((len(logits),), end) for end in (start, stop, count))
-    select_topk(logits, first, last, most, best, torch.empty_like(most), backend=backend)
-    tokens = best.long()
-    order = logits.gather(1, tokens).sort(dim=1, descending=True, stable=True).indices
-    return tokens.gather(1, order)

@@ -9,6 +9,7 @@ step. A step brings over the rows that it chose and no others.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -208,14 +209,23 @@ class IndexRuntime(Selecting):
         self.learn(group, layer, step.bank, lengths)
         if self.covers(lengths):
             return Selection(None, None, step.visible)
-        index, choices = self.index[group], self.index.shape[1] // len(q)
-        tail, stop, room = step.once("index", lambda: self._ends(step, choices))
-        counts = torch.empty_like(stop)
+        index, counts, kept = self._lists[group]
+        tail, stop, room = step.once("index", lambda: self._ends(step, index.shape[1]))
         self.rank(group, q[:, -1], lengths, Ends(stop, room, counts))
-        by_list = counts.view(len(q), choices)
-        kept = by_list if self.apart else by_list[:, 0]
-        chosen = Selection(index.view(len(q), choices, -1), kept, tail)
-        return self.completed(group, chosen, lengths)
+        return self.completed(group, Selection(index, kept, tail), lengths)
+
+    @cached_property
+    def _lists(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Of each group where its choice lies [B, choices, K], how many each list takes int32 [B *
+        choices], and of these what `Selection` wants.
+        """
+        found = []
+        for index in self.index:
+            counts = torch.zeros(len(index), dtype=torch.int32, device=index.device)
+            by_list = counts.view(self.setup.batch, -1)
+            lists = index.view(*by_list.shape, -1)
+            found.append((lists, counts, by_list if self.apart else by_list[:, 0]))
+        return found
 
     def _ends(self, step: Step, choices: int) -> tuple[torch.Tensor, ...]:
         """Where a step's tail begins, and below which token, and how many, each choice takes."""

@@ -163,9 +163,11 @@ class SparQRuntime(IndexRuntime):
         out = super().attend_selection(layer, q, step, chosen)
         if not isinstance(chosen, Completed):
             return out
-        weight = chosen.weight[:, None, :, None]
-        mean = chosen.mean.repeat_interleave(q.shape[2] // chosen.mean.shape[1], 1).unsqueeze(1)
-        return (weight * out + (1 - weight) * mean).to(out.dtype)
+        batch, heads, dim = chosen.mean.shape
+        wide = out.view(batch, -1, heads, q.shape[2] // heads, dim).float()
+        weight = chosen.weight.view(batch, 1, heads, -1, 1)
+        found = torch.lerp(chosen.mean.view(batch, 1, heads, 1, dim), wide, weight)
+        return found.view(out.shape).to(out.dtype)
 
     def choice(self) -> Any:
         return {
