@@ -72,7 +72,7 @@ def _by_torch(
     named = tokens.gather(1, order).T.flatten()
     places = torch.arange(0, -len(named), -1, dtype=torch.float32, device=logits.device)
     scores.scatter_reduce_(0, named, places, "amax")
-    ends = (out.new_tensor([end]) for end in (0, stop, first + count))
+    ends = (out.new_full((1,), end) for end in (0, stop, first + count))
     select_topk(scores[None], *ends, out[None], out.new_empty(1), backend=backend)
 
 

@@ -101,14 +101,14 @@ class LessIsMoreRuntime(ByLogits):
             return Selection(None, None, step.visible)
         assert group is not None
         (sinks, chosen, newest), index = self.method.parts(self.k), self.index[group]
-        kept = []
+        tail = self.tail_start(step)
+        counts = torch.empty_like(tail)
         for b, n in enumerate(lengths):
             stop = max(0, n - newest)
             logits = self.logs(layer, q, step, b, n).logits
             given = min(sinks, stop), stop, chosen, self.scores[b], index[b]
-            kept.append(name_in_turns(logits, *given, self.setup.backend))
-        counts = torch.tensor(kept, dtype=torch.int32).to(index.device, non_blocking=True)
-        found = Selection(index.unsqueeze(1), counts, self.tail_start(step))
+            counts[b] = name_in_turns(logits, *given, self.setup.backend)
+        found = Selection(index.unsqueeze(1), counts, tail)
         return brought(found, self.plan.groups[group].layers, step)
 
     def tail_start(self, step: Step) -> torch.Tensor:
