@@ -64,16 +64,16 @@ def _by_torch(
     scores[:first] = float("inf")
     heads = len(logits)
     best = out.new_empty(heads, count)
-    ends = (best.new_full((heads,), end) for end in (first, stop, count))
-    select_topk(logits, *ends, best, best.new_empty(heads), backend=backend)
+    lo, hi, most = (best.new_full((heads,), end) for end in (first, stop, count))
+    select_topk(logits, lo, hi, most, best, torch.empty_like(lo), backend=backend)
     tokens = best.long()
     order = logits.gather(1, tokens).sort(dim=1, descending=True, stable=True).indices
     # [count, heads] in a row: a token's number in this order is its place
     named = tokens.gather(1, order).T.flatten()
     places = torch.arange(0, -len(named), -1, dtype=torch.float32, device=logits.device)
     scores.scatter_reduce_(0, named, places, "amax")
-    ends = (out.new_full((1,), end) for end in (0, stop, first + count))
-    select_topk(scores[None], *ends, out[None], out.new_empty(1), backend=backend)
+    lo, hi, most = (out.new_full((1,), end) for end in (0, stop, first + count))
+    select_topk(scores[None], lo, hi, most, out[None], torch.empty_like(lo), backend=backend)
 
 
 @BINDING.self_test
