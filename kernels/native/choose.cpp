@@ -148,7 +148,7 @@ float weigh(float *x, int first, int stop, float top) {
         sum += weight;
     }
     float found = total(sum);
-    if (t == stop) return found;
+    if (t >= stop) return found;
     const Floats weight = exponential(read_some<Float32>(x, t, stop - t) - top);
     if (keep) store_some(x + t, stop - t, weight);
     for (int i = 0; i < stop - t; i++) found += weight[i];

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kernels.index import choose, learn
@@ -156,6 +156,7 @@ def test_labels_choose_as_in_float64(backend, heads, group, tokens, how, dtype, 
     DTYPES,
     st.sampled_from(["clusters", "weights", "far"]),
 )
+@example(1, 2, 1, 2, (torch.uint8, 64), torch.float32, "weights")  # fewer than the first
 def test_codes_choose_as_in_float64(backend, heads, group, tokens, parts, kind, dtype, rank):
     """By weights; by weights of tables none of whose largest entries has a token; by clusters."""
     generator, first, (code, count) = torch.Generator().manual_seed(tokens + parts), 5, kind
