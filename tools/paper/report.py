@@ -59,7 +59,7 @@ def _rows(table: Table, figures: Rows, values: Sequence[Value], same: bool) -> l
             apart = own.value - theirs if own is not None and theirs is not None and same else None
             whole = ours.get((_whole(method, methods), column))
             mine = None if own is None or whole is None else own.value - whole.value
-            base = paper.get(("full", column))
+            base = paper.get((_whole(method, figures), column))
             theirs_beside = None if theirs is None or base is None else theirs - base
             beside = ("", "") if method == _whole(method, methods) else (mine, theirs_beside)
             shown = (
