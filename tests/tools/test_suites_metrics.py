@@ -43,6 +43,7 @@ HAND = [
     (word_f1, "U.S.A.", "usa", 1),
     (word_f1, "well-known", "well known", 0),
     (word_f1, "theatre", "atre", 0),  # no article inside a word
+    (word_f1, "cat—the—dog", "cat—", 2 / 3),  # an article leaves a space
     (word_f1, "a\tb\n c", "b c", 1),
     # of Chinese characters
     (chinese_f1, "北京", "北京", 1),
@@ -74,6 +75,7 @@ HAND = [
     (rouge_l, "a b", "a b. a b", 1),
     (rouge_l, "a, b", "a b", 1 / 2),
     (rouge_l, "x y. a", "a. x", 2 * (2 / 3) / (5 / 3)),
+    (rouge_l, "a. ", "a", 2 / 3),  # white space is a sentence of one empty word
     (rouge_l, "á  b\n", "á b", 1),
     (chinese_rouge_l, "北京人", "北人", 4 / 5),
     (chinese_rouge_l, "", "北京", 0),
