@@ -182,7 +182,11 @@ FILES = (
     "double_sparsity",
 )  # of a model's own files, which this one has not
 WHOLE = ("pqcache",)  # reads a text of fewer tokens than it learns from
-FEWER = ("infinigen", "magicpig")  # read as many as a query wants, up to their oracle's budget
+FEWER = (
+    "infinigen",
+    "magicpig",
+    "em_llm",
+)  # read as many as a query wants, up to their oracle's budget
 
 
 @pytest.fixture(scope="module")

@@ -447,7 +447,9 @@ def em_llm(facts: Facts, share: float) -> EMLLM:
     least = min(EMLLM.least, most // 2)
     local, few = max(2 * most, rows * 4 // 17), min(EMLLM.representatives, least)
     given = dict(sink=rows // 17, local=local, least=least, most=most, representatives=few)
-    return EMLLM(tokens=max(1, rows - local), **given)
+    # the window does not grow with the text, which is shorter than the capacity by an answer
+    beside = local / (facts.capacity * 7 // 8)
+    return EMLLM(share=max(share - beside, 1 / facts.capacity), **given)
 
 
 def retroinfer(facts: Facts, share: float) -> RetroInfer:

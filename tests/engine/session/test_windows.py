@@ -34,6 +34,7 @@ from engine.methods.select.across.kascade import Kascade
 from engine.methods.select.across.less_is_more import LessIsMore
 from engine.methods.select.across.omnikv_heads import OmniKVHeads
 from engine.methods.select.across.omnikv_top_p import OmniKVTopP
+from engine.methods.select.events.em_llm import EMLLM
 from engine.methods.select.index.clusterkv import ClusterKV
 from engine.methods.select.index.double_sparsity import DoubleSparsity
 from engine.methods.select.index.pqcache import PQCache
@@ -258,6 +259,7 @@ OTHERS = {
     "a2ats": A2ATS(tokens=60, bits=4, train=80, rounds=2, window=10),
     "infinigen": InfiniGen(tokens=40, columns=4),
     "magicpig": MagicPIG(tokens=120, bits=4, tables=12, recent=16, train=60, middle=False),
+    "em_llm": EMLLM(tokens=60, sink=4, local=64, least=4, most=16, window=32),
     "tidaldecode": TidalDecode(tokens=40, select_layer=0),
     "minference": MInference(),
     "quoka": QuoKA(tokens=24, queries=4, block=32),

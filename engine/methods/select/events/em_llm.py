@@ -53,6 +53,8 @@ class EMLLM(Budgeted):
     side of a chosen one that are. dense_layers: first layers that read everything.
     """
 
+    full_prompts = True
+
     sink: int = 128
     local: int = 4096
     gamma: float = 1.0
