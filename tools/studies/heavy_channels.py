@@ -52,8 +52,12 @@ class WatchedRuntime(Runtime):
         config = setup.config
         shape = config.num_layers, config.num_kv_heads, config.head_dim
         self.sums = torch.zeros(shape, dtype=torch.float64)
+        self.stops = [0] * config.num_layers
 
     def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
+        if start < self.stops[layer]:  # the last layer, once more for the newest token
+            return super().attend_prompt(layer, q, bank, start)
+        self.stops[layer] = start + q.shape[1]
         k = bank.newest_rows(layer, start, start + q.shape[1])[0][0]
         asked = q[0].double().view(q.shape[1], len(k), -1, q.shape[3])
         self.sums[layer] += (asked * k.double().mT.permute(2, 0, 1).unsqueeze(2)).abs().sum((0, 2))
