@@ -139,6 +139,7 @@ def take(given: dict[int, int | None], where: str) -> None:
 def flags_of(where: str, when: str, model: str, doc: Path) -> list[str]:
     flags = ["--model", model, "-n", "150", "--ignore-eos", "--threads", "1", "--chunk", "64"]
     flags += ["--method", "omnikv", "--filter-layers", "0", "--tokens", "8", "--dense-below", "0"]
+    flags += ["--tail", "64"]  # or it covers all, and /check has nothing to compare
     if where == "no stdin":  # nothing can be typed
         flags += ["-f", str(doc), "-p", "What?"]
     return flags
@@ -237,7 +238,7 @@ def run(where: str, when: str, what: str, model: str) -> tuple[str, int | None]:
         pid, leader, writer, told = begin(where, when, model, folder)
         before = termios.tcgetattr(leader) if leader is not None else None
         shown = bytearray()
-        await_moment(told, leader, shown, when)
+        came = await_moment(told, leader, shown, when)
         try:
             closed = act(what, pid, leader, writer)
             code = end(pid, leader, None if closed else writer, shown)
@@ -249,6 +250,8 @@ def run(where: str, when: str, what: str, model: str) -> tuple[str, int | None]:
         text = shown.decode("utf-8", "replace")
         text += "".join((folder / file).read_text(errors="replace") for file in ("out", "err"))
         wrong = [word for word in BAD if word in text]
+        if not came:
+            return f"the moment never came: {text[-400:]!r}", code
         if code is None:
             return f"did not end: {text[-200:]!r}", code
         if wrong or code not in CODES:
@@ -260,20 +263,23 @@ def run(where: str, when: str, what: str, model: str) -> tuple[str, int | None]:
         return "", code
 
 
-def await_moment(told: int, leader: int | None, shown: bytearray, when: str) -> None:
-    """Wait until the chat is where the event is due; a chat that ends before gets it then."""
+def await_moment(told: int, leader: int | None, shown: bytearray, when: str) -> bool:
+    """Wait until the chat is where the event is due; a chat that ends before gets it then. Whether
+    it came there.
+    """
     if when == "start":
         time.sleep(0.7)
-        return
+        return True
     stop = time.monotonic() + SECONDS
     while time.monotonic() < stop:
         ready = select.select([fd for fd in (told, leader) if fd is not None], [], [], 0.5)[0]
         if told in ready:  # the byte, or the end
             time.sleep(0.1)
-            return
+            return True
         drain(leader, shown)
         if when == "exit" and stop - time.monotonic() < SECONDS - 1:
-            return  # the end of input brings it there
+            return True  # the end of input brings it there
+    return False
 
 
 def drain(leader: int | None, shown: bytearray) -> None:
