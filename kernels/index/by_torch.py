@@ -39,6 +39,10 @@ def channels_by_torch(
     newest: int,
     backend: str,
 ) -> None:
+    """`choose_by_channels` by torch's operators, q [B, H, D]: writes the index's logits, scores,
+    chosen tokens, counts and weights. lengths: tokens of each sequence; newest: those that a choice
+    is weighed with. Raises ValueError for an unknown backend.
+    """
     heads, scores = index.rows.shape[1], index.scores.view(len(q), -1, index.scores.shape[1])
     held = scores if index.logits is None else index.logits
     for b, n in enumerate(lengths):
@@ -105,6 +109,10 @@ def codes_by_torch(
     known: int,
     backend: str,
 ) -> None:
+    """`choose_by_codes` by torch's operators, q [B, H, D]: writes the index's logits, scores,
+    chosen tokens and counts. stops: one past the last token of each sequence that has a code;
+    known: centroids of a part that there are. Raises ValueError for an unknown backend.
+    """
     first, (heads, parts) = index.first, index.codes.shape[1:3]
     scores = index.scores.view(len(q), heads, -1)
     scores[:, :, :first] = float("inf")

@@ -1,4 +1,4 @@
-// What queries choose by an index of K (kernels/select/choose.py): logits, their weights where these rank,
+// What queries choose by an index of K (kernels/index/choose.py): logits, their weights where these rank,
 // one score of a group's heads, the largest ones, and what these weigh of all, in one call. What chooses
 // among scores is topk.cpp.
 #include "indexed.h"
@@ -28,7 +28,7 @@ struct Choice {
     float scale;
 };
 
-enum { MAX, MEAN, SUM, NONE };  // REDUCE of kernels/select/choose.py
+enum { MAX, MEAN, SUM, NONE };  // REDUCE of kernels/index/choose.py
 
 constexpr int PART = 4096;  // tokens of a thread's piece
 
