@@ -53,7 +53,8 @@ check-gpu: $(READY_DEV)
 	@$(PY) -m tools.check_gpu $(ARGS)
 
 eval: $(READY)
-	@$(PY) -m tools.eval $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+	@$(PY) -m tools.compare --methods omnikv@6.67 --tail 256 --turns 1 --no-controls --out eval-out \
+		$(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 compare: $(READY)
 	@$(PY) -m tools.compare $(if $(MODEL),--model "$(MODEL)") $(ARGS)

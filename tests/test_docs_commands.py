@@ -59,9 +59,9 @@ def test_what_is_no_command_any_more_fails(tmp_path):
 
 def test_commands_are_found_in_blocks_and_sentences():
     page = "Run `make quick`,\nor `python -m\ntools.bench -t 1`.\n\n```\n$ make chat   # it talks\n"
-    page += "python -m tools.eval \\\n    --model X\nnot a command\n```\n`make` alone, `a | b`"
+    page += "python -m tools.compare \\\n    --model X\nnot a command\n```\n`make` alone, `a | b`"
     found = [command.text for command in commands(page)]
-    assert found == ["make chat", "python -m tools.eval --model X", "make quick"] + [
+    assert found == ["make chat", "python -m tools.compare --model X", "make quick"] + [
         "python -m tools.bench -t 1"
     ]
 

@@ -1,6 +1,6 @@
 """Programs that a person runs, and what they share.
 
-`python -m tools` lists them, each with `--help`. bench, fidelity, compare, suites, paper, eval,
+`python -m tools` lists them, each with `--help`. bench, fidelity, compare, suites, paper,
 calibrate, families, real_model, compile_kernels and check_gpu have a name of their own; speed,
 convert and repo hold small programs of one kind, calibrate two beside its own; studies are
 experiments whose results docs print.

@@ -15,6 +15,7 @@ import pytest
 from engine import LLM, Full
 from engine.bank.chunk_bank import ChunkBank
 from tests.tools.test_compare import apart, facts, full, record, run, storages
+from tools.common.records import AnswerFile
 from tools.compare import alone, claims
 from tools.compare import bytes as compare_bytes
 from tools.compare.methods import EVICTION_CONTROL, PROMPT_KEPT, REGISTRY, Variant, variants
@@ -22,7 +23,6 @@ from tools.compare.plots_bytes import plot_bytes
 from tools.compare.report import write
 from tools.compare.resident import beside_eviction
 from tools.compare.run import Job, Paper, Rules, run_document
-from tools.eval.answers import AnswerFile
 
 CAPACITY = 1100
 # those of heads need a file of the model's

@@ -15,6 +15,7 @@ import torch
 from engine import LLM, Full
 from tools.common import documents
 from tools.common.documents import texts
+from tools.common.intervals import over_texts, tail_share, wilson
 from tools.compare.at_read import share_at, step_share
 from tools.compare.build import Facts
 from tools.compare.methods import REGISTRY
@@ -194,6 +195,14 @@ def test_equal_bytes_are_read(twice):
     assert twice["infllm Read 60%"]["text"]["choosing"] > 0  # its blocks' mean keys
 
 
+def test_wilson_intervals():
+    assert wilson(0, 0) == (0.0, 1.0)
+    low, high = wilson(95, 100)
+    assert abs(low - 0.8882) < 1e-3 and abs(high - 0.9785) < 1e-3  # published example values
+    assert wilson(100, 100)[1] > 0.9999 and wilson(100, 100)[0] > 0.96
+    assert wilson(0, 100)[0] == 0.0
+
+
 def test_the_tables_of_equal_bytes(twice):
     records = [r for streams in twice.values() for r in streams.values()]
     found = points(records, LENGTH)
@@ -240,24 +249,24 @@ def test_an_interval_covers_the_truth_as_often_as_it_says(count):
         for text in range(count):
             level = rng.gauss(1.0, 1.0)
             values.append((f"{text}", sum(rng.gauss(level, 0.1) for _ in range(10)), 10))
-        found = stats.over_texts(values)
+        found = over_texts(values)
         covered += found.low <= 1.0 <= found.high
     assert 0.91 <= covered / 100 <= 0.99
 
 
 def test_few_texts_widen_an_interval():
-    assert [round(stats.tail_share(n), 4) for n in (6, 10, 1000)] == [0.0024, 0.0086, 0.0248]
+    assert [round(tail_share(n), 4) for n in (6, 10, 1000)] == [0.0024, 0.0086, 0.0248]
 
 
 def test_more_positions_of_the_same_texts_do_not_narrow_an_interval():
-    once = stats.over_texts([(f"{n}", float(n), 1) for n in range(10)])
-    often = stats.over_texts([(f"{n}", 50.0 * n, 50) for n in range(10)])
+    once = over_texts([(f"{n}", float(n), 1) for n in range(10)])
+    often = over_texts([(f"{n}", 50.0 * n, 50) for n in range(10)])
     assert (once.mean, once.low, once.high) == pytest.approx((often.mean, often.low, often.high))
     # a text at two lengths is one text
-    both = stats.over_texts([(f"{n}", float(n), 1) for n in range(10) for _ in range(2)])
+    both = over_texts([(f"{n}", float(n), 1) for n in range(10) for _ in range(2)])
     assert both.texts == 10 and both.low == pytest.approx(once.low)
-    assert stats.over_texts([]) is None
-    assert stats.over_texts([("a", 1.0, 1)]).shown() == "1.000 [one text]"
+    assert over_texts([]) is None
+    assert over_texts([("a", 1.0, 1)]).shown() == "1.000 [one text]"
 
 
 def groups(count=8, **levels):

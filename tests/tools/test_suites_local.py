@@ -17,8 +17,8 @@ import pytest
 from engine.base.errors import UsageError
 from engine.text.tokenizer import Tokenizer
 from tests.builders import POCKET
+from tools.common.records import AnswerFile
 from tools.compare.run import Job
-from tools.eval.answers import AnswerFile
 from tools.suites import cli
 from tools.suites.local import leval, longbench, longbench2
 from tools.suites.local.rows import TEXT, TEXTS, read

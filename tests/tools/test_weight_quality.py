@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tools.eval.weight_quality import Tally, table
+from tools.convert.weight_quality import Tally, table
 
 
 def test_a_tally_is_the_textbooks_divergence_and_agreement():

@@ -26,9 +26,9 @@ from tools.banks.base import WINDOW
 from tools.banks.registry import FAMILIES, REAL, checked, quantiser, shown
 from tools.banks.simulated import SimulatedBank, simulated
 from tools.common.documents import texts
+from tools.common.intervals import wilson
 from tools.common.program import guarded, model_label, progress, replace_json, require_writable, say
-from tools.eval.report import wilson
-from tools.eval.weight_quality import Tally, add_text_arguments
+from tools.convert.weight_quality import Tally, add_text_arguments
 
 BATCH = 50  # neighbouring positions whose mean is one observation of the interval
 

@@ -28,6 +28,7 @@ from engine.base.errors import EngineError, UsageError
 from engine.model.tensors import random_stream
 from tools.bench.shapes import shape_config
 from tools.common.program import guarded, one_at_a_time, replace_json, say
+from tools.common.records import AnswerFile
 from tools.common.resident import forget_peak, resident
 from tools.compare.bytes import held, offloaded
 from tools.compare.comparison import key_of, load_average
@@ -35,7 +36,6 @@ from tools.compare.methods import PROMPT_KEPT
 from tools.compare.report import write
 from tools.compare.run import Job, Paper, Rules
 from tools.compare.work import WARM_NUMBER, Bench, Order
-from tools.eval.answers import AnswerFile
 
 STEPS = 16  # of an answer; the first one cuts under some methods and is not timed
 

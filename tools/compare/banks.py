@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tools.common.records import Record
 from tools.compare.stats import against, by_question, pooled
-from tools.eval.answers import Record
 
 NOTE = """A bank's bytes are of all keys and values as a share of bfloat16, wherever they lie; the
 float bank's are of the dtype that ran. "(simulated)": rows are rounded as the format rounds them

@@ -25,8 +25,8 @@ from tools.compare.own import IMPORT_HELP, load
 from tools.compare.report import write
 from tools.compare.run import Rules
 from tools.compare.work import Bench, Clock, Inside, Order, OutOfTime, Outside
-from tools.eval.prompts import JUDGE_HELP, JUDGES
 from tools.tasks import TASKS
+from tools.tasks.prompts import JUDGE_HELP, JUDGES
 
 DEFAULT_TASKS = ("passkey", "kv", "two_stage", "chains", "facts")
 EPILOG = """methods:

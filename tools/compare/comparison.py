@@ -12,11 +12,11 @@ from typing import Any
 from engine.base.errors import UsageError
 from tools.bench import header as bench_header
 from tools.common.program import model_label, progress, say
+from tools.common.records import AnswerFile, Record, require_same
 from tools.compare.bytes import Held
 from tools.compare.own import digests
 from tools.compare.run import Job
 from tools.compare.work import Bench, Clock, Inside, Outside, jobs
-from tools.eval.answers import AnswerFile, Record, require_same
 from tools.tasks import TASKS
 from weights.fingerprint import weights_digest
 

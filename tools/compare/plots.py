@@ -2,7 +2,7 @@
 
 import math
 
-from tools.eval.report import DEPTH_BINS
+from tools.compare.stats import DEPTH_BINS
 
 # one piece of evidence at one depth
 NEEDLES = ("needle", "passkey", "number_string", "kv", "kv_uuid", "needle_multi_key")

@@ -12,8 +12,7 @@ from tools.compare.headline import controls, equal_bytes, points_of
 from tools.compare.plots import depth_plot
 from tools.compare.plots_bytes import plot_bytes
 from tools.compare.resident import at_resident, beside_eviction
-from tools.compare.stats import cells, pooled, reads
-from tools.eval.report import DEPTH_BINS
+from tools.compare.stats import DEPTH_BINS, cells, pooled, reads
 
 NOTES = """## How it was measured
 

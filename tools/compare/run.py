@@ -14,13 +14,13 @@ from engine import LLM, Full
 from engine.session.session import Session
 from tools.banks.registry import REAL, quantiser
 from tools.banks.simulated import simulated
+from tools.common.records import Record
 from tools.compare.bytes import resident
 from tools.compare.kept import inner_of
 from tools.compare.methods import Variant
 from tools.compare.turns import Turns
-from tools.eval.answers import Record
-from tools.eval.prompts import answer_text, is_right, token_counter
 from tools.tasks import TASKS, make_sample
+from tools.tasks.prompts import answer_text, is_right, token_counter
 
 SPARE = 8  # tokens an answer may be longer than the right one before it is cut
 
@@ -162,7 +162,7 @@ def speak(
 @dataclass(frozen=True)
 class Rules:
     """Settings of every document: questions per document, turns (1 or 2), how answers are judged
-    (tools.eval.prompts.JUDGES) and cut, the seed. question: "dense" where full attention reads the
+    (tools.tasks.prompts.JUDGES) and cut, the seed. question: "dense" where full attention reads the
     questions, "sparse" where the method's own decode steps do.
     """
 

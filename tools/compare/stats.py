@@ -10,7 +10,9 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-from tools.eval.report import DEPTH_BINS, wilson
+from tools.common.intervals import wilson
+
+DEPTH_BINS = 5  # of a document
 
 
 @dataclass(frozen=True)

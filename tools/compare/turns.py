@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from engine.base.errors import TemplateError, UsageError
 from engine.text.tokenizer import Tokenizer
-from tools.eval.prompts import common_start, completed
+from tools.tasks.prompts import common_start, completed
 
 PATIENCE = 3  # times that a template is asked: it has two seconds, which may pass on a busy machine
 MARK = "0"  # stands for an answer, to find its place in a rendered dialogue

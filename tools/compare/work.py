@@ -18,12 +18,12 @@ import torch
 from engine import LLM, Full
 from engine.base.errors import EngineError, UsageError
 from tools.common.program import say
+from tools.common.records import Record
 from tools.compare.build import Facts
 from tools.compare.bytes import Held, measure, measure_banks
 from tools.compare.methods import REGISTRY, variants
 from tools.compare.own import load
 from tools.compare.run import Each, Job, Paper, Rules, run_document, runs
-from tools.eval.answers import Record
 from tools.tasks import TASKS
 
 Done = tuple[Any, Any, float]  # (job, records, seconds); (None, error, 0.0) where a worker failed

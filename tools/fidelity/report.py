@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.common.documents import KINDS
+from tools.common.intervals import Interval
 from tools.common.program import replace_json, replace_text
 from tools.compare.methods import REGISTRY
 from tools.fidelity import stats
@@ -234,7 +235,7 @@ def _plain(found: Mapping[str, Any]) -> dict[str, Any]:
     """A row for JSON."""
     return {
         name: [round(v, 5) for v in (value.mean, value.low, value.high)]
-        if isinstance(value, stats.Interval)
+        if isinstance(value, Interval)
         else round(value, 4)
         if isinstance(value, float)
         else value

@@ -16,9 +16,9 @@ from engine.model.config.config import ModelConfig
 from engine.plan.prefill_time import PrefillFlops
 from tools.common.documents import Text, texts
 from tools.common.program import progress, say
+from tools.common.records import AnswerFile
 from tools.compare.comparison import span
 from tools.compare.own import digests
-from tools.eval.answers import AnswerFile
 from tools.fidelity.columns import Column, asked, columns, filter_sets
 from tools.fidelity.follow import Followed, Record, key_of
 from tools.fidelity.needles import LONGEST, NeedlePaper

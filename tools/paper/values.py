@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.shapes import short_size
+from tools.common.intervals import wilson
+from tools.common.records import AnswerFile, Record
 from tools.compare.comparison import key_of
 from tools.compare.stats import cells, pooled, reads
-from tools.eval.answers import AnswerFile, Record
-from tools.eval.report import wilson
 from tools.paper.programs import TIMED
 from tools.paper.suites import grouped
 from tools.paper.table import Command, Table

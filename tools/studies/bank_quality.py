@@ -25,7 +25,7 @@ from engine.session.session import Session
 from kernels.rows.forms import DTYPES, FORMS, Side
 from tools.common.documents import texts
 from tools.common.program import guarded, model_label, progress, replace_json, require_writable, say
-from tools.eval.weight_quality import Tally, add_text_arguments
+from tools.convert.weight_quality import Tally, add_text_arguments
 
 STEP = 18  # int8 values of the control are multiples of it: 15 of them, as 4 bits have
 

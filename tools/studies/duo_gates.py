@@ -29,7 +29,7 @@ from engine.methods.tables.head_table import facts_of
 from engine.model.llama import Llama, post_attention, pre_attention, rms_norm
 from engine.model.rope import Rotary
 from tools.common.program import POCKET, guarded, replace_json, replace_text, require_writable, say
-from tools.eval.prompts import common_start, completed, token_counter
+from tools.tasks.prompts import common_start, completed, token_counter
 from tools.tasks.sample import make_sample
 from weights.fingerprint import fingerprint, weights_digest
 from weights.jsonfile import read_object

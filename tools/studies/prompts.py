@@ -27,8 +27,8 @@ from engine.plan.prefill_time import PrefillFlops
 from kernels.launch.isa import isa
 from tools.bench.header import commit
 from tools.common.documents import texts
+from tools.common.intervals import Interval, over_texts
 from tools.common.program import POCKET, guarded, progress, replace_text, say
-from tools.fidelity.stats import Interval, over_texts
 
 NEVER = 2**40  # dense_below: every decode step reads everything
 CHANCE = "quoka by chance"

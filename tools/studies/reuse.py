@@ -19,8 +19,8 @@ from engine import LLM, OmniKV
 from engine.runner.prompt import WARM
 from kernels.tier.lru_slots import make_slots, plan_slots
 from tools.common.program import POCKET, guarded
-from tools.eval.prompts import token_counter
 from tools.tasks import make_sample
+from tools.tasks.prompts import token_counter
 
 TASKS = ("passkey", "kv", "two_stage", "chains", "facts", "frequent")
 SLOTS = (1, 1.5, 2, 3, 4, 8)

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from tools.common.records import Record
 from tools.compare.stats import against, by_question, cells, pooled, reads
-from tools.eval.answers import Record
 from tools.suites.registry import TITLES
 
 BROUGHT = ("longbench", "longbench2", "leval")  # their prompts have their own lengths

@@ -14,12 +14,12 @@ from engine import LLM, Full
 from engine.base.errors import UsageError
 from tools.bench import header
 from tools.common.program import model_label, progress, replace_json, say
+from tools.common.records import AnswerFile, Record, require_same
 from tools.compare.build import Facts
 from tools.compare.comparison import key_of, load_average, span
 from tools.compare.methods import Variant, variants
 from tools.compare.own import digests
 from tools.compare.run import Answer, Job, Reader, runs
-from tools.eval.answers import AnswerFile, Record, require_same
 from tools.suites.pace import Missing, Pace
 from tools.suites.prompts.task import Prompt, Task
 from tools.suites.report import markdown

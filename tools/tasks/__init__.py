@@ -1,10 +1,11 @@
 """Tasks with exact answers, seeded, of any length in any tokenizer: they train the shipped model
-and score every model (tools.eval, tools.compare).
+and score every model (tools.compare, tools.suites).
 
 registry.py  all tasks by name
 sample.py    one document of an exact length
 draft.py     what a task's generator makes
 lookup.py, reason.py, many.py, facts.py, mixed.py  the generators
+prompts.py   questions as token ids, and whether an answer is right
 words.py     word pools; talk.py  questions outside the tasks, and their answers
 """
 

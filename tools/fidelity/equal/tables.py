@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tools.common.intervals import Interval
 from tools.compare.methods import CONTROLS, REGISTRY
 from tools.fidelity import stats
 from tools.fidelity.follow import Record
-from tools.fidelity.stats import Interval
 
 SETUPS = {"question": "sparse", "text": "dense"}  # {stream: who read the question}
 READ = " Read "  # in the label of such a column

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from engine import LLM
-from tools.eval.answers import Record
+from tools.common.records import Record
 from tools.paper.meters.answers import Asked, asked, follow, plain_layers
 from tools.paper.meters.sets import SetMeter
 

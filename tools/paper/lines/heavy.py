@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine import LLM
-from tools.eval.answers import Record
+from tools.common.records import Record
 from tools.paper.meters.answers import asked, follow, plain_layers
 from tools.paper.meters.heavy import HeavyMeter, Summed, SummedRuntime
 

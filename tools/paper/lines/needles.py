@@ -11,11 +11,11 @@ from engine import LLM, Full, OmniKV
 from engine.base.errors import EngineError
 from engine.methods.base import Method
 from engine.methods.controls.controls import OmniKVRandom
+from tools.common.records import Record
 from tools.compare.plots import depth_maps
-from tools.eval.answers import Record
-from tools.eval.cli import answer
-from tools.eval.prompts import answer_text
+from tools.compare.run import speak
 from tools.paper.meters.answers import asked
+from tools.tasks.prompts import answer_text
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 TOKENS = 1024  # the paper's budget; a shorter prompt's is a fifteenth of it
@@ -50,7 +50,7 @@ def measure(llm: LLM, number: int, length: int) -> list[Record]:
                 raise
             continue  # what does not fit on the device has no row
         with session:
-            tokens = answer(session, prompt.ids, ROOM, place == "host")
+            tokens = speak(session, prompt.ids, ROOM, place == "host").tokens
         right = 100.0 * (prompt.exact in answer_text(llm.tokenizer, tokens))
         for column in (f"depth {100 * depth:.0f}%", "all"):
             out.append({"method": name, "column": column, "value": right, "depth": depth})

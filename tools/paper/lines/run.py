@@ -10,8 +10,8 @@ from pathlib import Path
 from engine import LLM, Full
 from engine.base.errors import UsageError
 from tools.common.program import model_label, progress, say
+from tools.common.records import AnswerFile, Record, require_same
 from tools.compare.comparison import span
-from tools.eval.answers import AnswerFile, Record, require_same
 from tools.paper.lines import choices, heavy, needles
 from tools.paper.programs import lengths_of, limit_of
 from tools.paper.table import Table

@@ -14,8 +14,8 @@ from engine.bank.base import Attends
 from engine.base.errors import UsageError
 from engine.forward.decode import Decoder
 from engine.session.session import Session
-from tools.eval.prompts import completed, token_counter
 from tools.tasks import make_sample
+from tools.tasks.prompts import completed, token_counter
 
 QUESTION = 96  # tokens of a question, an answer and a template's words, about
 

@@ -3,8 +3,8 @@ layers before one is chosen.
 
 The prompt is read with full attention once. Per setting only the rows of the answer are recomputed,
 all at once, with the right tokens before them: an answer counts where every token's argmax is
-right, and greedy decoding would then give it. tools/eval does the same through the engine; the two
-must agree (tests/studies/test_pocket_simulation.py).
+right, and greedy decoding would then give it. tools.compare does the same through the engine; the
+two must agree (tests/studies/test_pocket_simulation.py).
 """
 
 from __future__ import annotations

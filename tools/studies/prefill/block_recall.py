@@ -20,8 +20,8 @@ from engine.methods.base import Runtime
 from engine.plan.layers import Role
 from kernels.prefill.block_sparse import BLOCK, block_mass, choose_blocks, exact_mass
 from tools.common.program import POCKET, guarded
-from tools.eval.prompts import token_counter
 from tools.tasks import TASKS, make_sample
+from tools.tasks.prompts import token_counter
 
 Layers = dict[int, tuple[torch.Tensor, torch.Tensor]]  # q and k of every layer
 

@@ -27,10 +27,11 @@ from engine import LLM, Full, OmniKV
 from engine.methods.base import Method
 from engine.session.session import Session
 from tools.bench.header import commit
+from tools.common.intervals import wilson
 from tools.common.program import POCKET, guarded, progress, replace_json, say
-from tools.eval.prompts import split_prompts, token_counter
-from tools.eval.report import wilson
+from tools.compare.turns import Turns
 from tools.tasks import MAIN, TASKS, make_sample
+from tools.tasks.prompts import token_counter
 
 NEVER = 2**40  # dense_below: every decode step is exact
 
@@ -153,7 +154,8 @@ def document(
     """Yield the records of one document: every question under every setting."""
     count = token_counter(llm.tokenizer)
     sample = make_sample(task, args.length, count, seed, questions)
-    shared, own = split_prompts(llm, sample)
+    turns = Turns(llm.tokenizer, sample.document, sample.questions)
+    shared, own = turns.shared, turns.own
     right = [llm.tokenizer.encode(text, special=False) for text in sample.answers]
     room = len(shared) + max(map(len, own)) + max(map(len, right)) + 2
     for name, ratio, block, end, method in found:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from engine.base.errors import UsageError
 from engine.text.tokenizer import Tokenizer
-from tools.eval.prompts import common_start
 from tools.suites.local.rows import TEXT, TEXTS, Row, Table, find, read
 from tools.suites.metrics.exam import letters, number, output, topic, truth
 from tools.suites.metrics.overlap import word_f1
@@ -22,6 +21,7 @@ from tools.suites.metrics.rouge import whole_rouge_l
 from tools.suites.prompts.cutting import head_kept, ids_of, tail_kept
 from tools.suites.prompts.instance import altered
 from tools.suites.prompts.task import Prompt, Score, Task
+from tools.tasks.prompts import common_start
 
 FOLDERS = tuple(
     f"{root}{part}"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from engine.base.errors import UsageError
 from engine.text.tokenizer import Tokenizer
-from tools.eval.prompts import common_start
 from tools.suites.prompts.instance import altered
+from tools.tasks.prompts import common_start
 
 # (tokenizer, text, tokens it may have) -> (text, tokens that were lost)
 Cut = Callable[[Tokenizer, str, int], tuple[str, int]]

@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass, field
 
 from engine.text.tokenizer import Tokenizer
-from tools.eval.prompts import common_start
 from tools.suites.prompts.task import Prompt, Score
+from tools.tasks.prompts import common_start
 
 WORDS = re.compile(r"\w")
 

@@ -139,7 +139,7 @@ def add_text_arguments(parser: argparse.ArgumentParser, length: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 (the model does not load) or 2 (usage)."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.eval.weight_quality", description=__doc__
+        prog="python -m tools.convert.weight_quality", description=__doc__
     )
     add_text_arguments(parser, length=512)
     parser.add_argument("--weights", nargs="+", choices=WORDS, default=["int8", "int4"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engine import LLM
 from engine.text.tokenizer import Tokenizer
 from tools.tasks import Sample
 
@@ -41,23 +40,6 @@ def answer_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """The text of an answer; a base model's first line, as it goes on with questions of its own."""
     text = tokenizer.decode(tokens)
     return text.split("\n")[0] if tokenizer.template is None and text.strip() else text
-
-
-def split_prompts(llm: LLM, sample: Sample) -> tuple[list[int], list[list[int]]]:
-    """(ids that all questions share, the ids that follow per question), through the model's own
-    chat template; a base model gets its text with "Question:" and "Answer:".
-    """
-    whole, tokenizer = [], llm.tokenizer
-    plain = tokenizer.template is None
-    for question in sample.questions:
-        if plain:
-            text = completed(sample.document, question)
-        else:
-            asked = f"{sample.document.rstrip()}\n\n{question}"
-            text = tokenizer.render([{"role": "user", "content": asked}])
-        whole.append(tokenizer.encode(text, special=plain))
-    shared = common_start(whole)
-    return whole[0][:shared], [ids[shared:] for ids in whole]
 
 
 def is_right(judge: str, text: str, sample: Sample, question: int) -> bool:
