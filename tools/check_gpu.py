@@ -30,6 +30,7 @@ import torch
 
 from engine.base.errors import UsageError
 from tools.bench import header as bench_header
+from tools.common.arguments import add_flags, command
 from tools.common.program import ended, guarded, replace_text, say
 from tools.gpu import depth, jobs, sections
 from tools.gpu import verdict as gpu_verdict
@@ -76,25 +77,11 @@ SECTIONS = {name: section for command in COMMANDS.values() for name, section in 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
-        prog="python -m tools.check_gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    p.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / "benchmarks" / "results" / "check-gpu",
-        help="folder of results.json and results.md",
-    )
+    p = command("tools.check_gpu", __doc__)
+    add_flags(p, "out fresh", out=ROOT / "benchmarks" / "results" / "check-gpu")
     p.add_argument("--command", type=int, choices=list(COMMANDS), default=1, help="default 1")
     p.add_argument("--sections", help="which, in this order, instead of a command's")
     p.add_argument("--resume", type=Path, metavar="FILE", help="take the results of this file too")
-    p.add_argument(
-        "--fresh",
-        action="store_true",
-        help="forget earlier results instead of going on with what is not done",
-    )
     p.add_argument(
         "--seconds",
         type=float,

@@ -9,7 +9,6 @@ out far worse.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from engine.session.session import Session
 from tools.banks.base import WINDOW
 from tools.banks.registry import FAMILIES, REAL, checked, quantiser, shown
 from tools.banks.simulated import SimulatedBank, simulated
+from tools.common.arguments import command
 from tools.common.documents import texts
 from tools.common.intervals import wilson
 from tools.common.program import guarded, model_label, progress, replace_json, require_writable, say
@@ -206,11 +206,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 (the model does not load) or 2 (usage)."""
     families = "\n".join(f"  {name:<10} {family.note}" for name, family in FAMILIES.items())
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.banks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"banks (and bits, such as kivi2; int8 is the engine's own):\n{families}",
+    parser = command(
+        "tools.banks",
+        __doc__,
+        f"banks (and bits, such as kivi2; int8 is the engine's own):\n{families}",
     )
     add_text_arguments(parser, length=2048)
     parser.add_argument("--bank", nargs="+", required=True, metavar="NAME")

@@ -28,6 +28,7 @@ from tools.bench.peers import PEERS
 from tools.bench.report import render, summary
 from tools.bench.shapes import SHAPES, parse_size, shape_filters, short_size
 from tools.bench.suite import Suite
+from tools.common.arguments import add_flags, command
 from tools.common.program import guarded, replace_text, say
 from weights.resolve import resolve
 
@@ -66,11 +67,7 @@ def words(text: str) -> tuple[str, ...]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
-        prog="python -m tools.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = command("tools.bench", __doc__)
     _model_flags(p)
     _method_flags(p)
     _run_flags(p)
@@ -87,8 +84,7 @@ def _model_flags(p: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--model", help="a folder in Hugging Face layout or an alias, instead of a shape"
     )
-    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    p.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
+    add_flags(p, "device dtype")
     p.add_argument("-t", "--threads", type=int, help="CPU threads, ours and the peers'")
     p.add_argument(
         "-d",

@@ -26,7 +26,8 @@ from tools.calibrate.by_loss import run_by_loss
 from tools.calibrate.choose_layers import Choice, best_sets, choose
 from tools.calibrate.report import plot, report
 from tools.calibrate.similarity import head_groups, kept, measure
-from tools.calibrate.texts import add_flags, texts_for
+from tools.calibrate.texts import add_text_flags, texts_for
+from tools.common.arguments import add_flags, command
 from tools.common.program import guarded, replace_json, replace_text, require_writable, say
 from weights.aliases import ALIASES
 from weights.fingerprint import fingerprint
@@ -34,10 +35,8 @@ from weights.fingerprint import fingerprint
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
-        prog="python -m tools.calibrate", description="Find the filter layers of a model."
-    )
-    add_flags(p, None, "8, and 8 held out; reads: 10")
+    p = command("tools.calibrate", "Find the filter layers of a model.")
+    add_text_flags(p, None, "8, and 8 held out; reads: 10")
     add = p.add_argument
     add(
         "--by",
@@ -64,14 +63,13 @@ def _loss(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--full-layers", type=int, metavar="N", help="take the set of N full layers, not the knee")
     add("--most-full", type=int, metavar="N", help="most full layers (default: a third, or 4)")
-    add("--tail", type=int, default=64, help="newest tokens that all layers read (default 64)")
+    add_flags(group, "tail fresh")
     add(
         "--start",
         choices=("even", "nothing"),
         default="even",
         help="begin with evenly spaced layers and take away (default), or with none and add",
     )
-    add("--fresh", action="store_true", help="start over instead of going on with a search")
 
 
 def _masses(group: argparse._ArgumentGroup) -> None:

@@ -26,7 +26,8 @@ from engine.methods.base import Method, Setup
 from engine.methods.select.minference import MInference, MInferenceRuntime
 from engine.methods.select.minference_patterns import checked
 from kernels.prefill.dense import prefill_dense_lse
-from tools.common.program import POCKET, guarded, progress, replace_json, say
+from tools.common.arguments import add_flags, command
+from tools.common.program import guarded, progress, replace_json, say
 from weights.fingerprint import fingerprint
 
 Pattern = tuple[Any, ...]  # such as ("a_shape", 100, 800)
@@ -101,13 +102,11 @@ def search_patterns(
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.calibrate.minference",
-        description="Find the pattern of every query head for MInference(patterns=...).",
+    parser = command(
+        "tools.calibrate.minference",
+        "Find the pattern of every query head for MInference(patterns=...).",
     )
-    parser.add_argument(
-        "--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)"
-    )
+    add_flags(parser, "model dtype device threads")
     parser.add_argument(
         "--document",
         required=True,
@@ -117,9 +116,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--length", type=int, help="read so many tokens of it at most (default: as many as fit)"
     )
-    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help='also write the table there, under "patterns"'
     )

@@ -24,7 +24,8 @@ from engine.base.errors import BadCheckpoint, UsageError
 from engine.base.version import VERSION
 from engine.methods.base import Runtime
 from tools.calibrate.similarity import measure_with, softmax_rows
-from tools.calibrate.texts import add_flags, texts_for
+from tools.calibrate.texts import add_text_flags, texts_for
+from tools.common.arguments import command
 from tools.common.program import guarded, replace_json, say
 from weights.fingerprint import fingerprint
 from weights.jsonfile import inside, read_object, shown
@@ -201,11 +202,8 @@ def run(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
-        prog="python -m tools.calibrate.pod_groups",
-        description="Group a model's layers for PodUntrained.",
-    )
-    add_flags(p)
+    p = command("tools.calibrate.pod_groups", "Group a model's layers for PodUntrained.")
+    add_text_flags(p)
     p.add_argument("--length", type=int, default=4096, help="tokens per text (default 4096)")
     p.add_argument(
         "--positions",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine import LLM
 from engine.base.errors import EngineError, UsageError
+from tools.common.arguments import add_flags
 from tools.tasks import make_sample
 
 # retrieval, multi-hop, dictionary, many evidence
@@ -16,27 +17,20 @@ MADE = ("kv", "chains", "two_stage", "facts", "listing", "mixed", "frequent")
 LONG = ("mixed", "listing", "frequent")  # tasks that need documents of at least 1,024 tokens
 
 
-def add_flags(parser: argparse.ArgumentParser, texts: int | None = 10, why: str = "10") -> None:
+def add_text_flags(
+    parser: argparse.ArgumentParser, texts: int | None = 10, why: str = "10"
+) -> None:
     """The flags that say which model is measured on which texts, and where. texts: their default
     number, which `why` says in words.
     """
-    parser.add_argument("--model", required=True, help="alias, hub id or folder")
-    parser.add_argument(
-        "--text",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="measure on this text (repeatable; - is stdin)",
-    )
-    parser.add_argument(
-        "--texts",
-        type=int,
-        default=texts,
-        help=f"how many texts to take where no --text is given (default {why})",
-    )
-    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--seed", type=int, default=0, help="of the texts that are made")
+    made = dict(help="of the texts that are made")
+    model = dict(required=True, default=None, help="alias, hub id or folder")
+    add_flags(parser, "model dtype device seed", model=model, seed=made)
+    add = parser.add_argument
+    about = "measure on this text (repeatable; - is stdin)"
+    add("--text", action="append", default=[], metavar="FILE", help=about)
+    about = f"how many texts to take where no --text is given (default {why})"
+    add("--texts", type=int, default=texts, help=about)
 
 
 def read_text(file: str) -> str:

@@ -27,6 +27,7 @@ from engine import LLM, Full
 from engine.base.errors import EngineError, UsageError
 from engine.model.tensors import random_stream
 from tools.bench.shapes import shape_config
+from tools.common.arguments import add_flags, command
 from tools.common.program import guarded, one_at_a_time, replace_json, say
 from tools.common.records import AnswerFile
 from tools.common.resident import forget_peak, resident
@@ -42,16 +43,11 @@ STEPS = 16  # of an answer; the first one cuts under some methods and is not tim
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.compare.alone",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("tools.compare.alone", __doc__)
     add = parser.add_argument
-    add("--out", type=Path, default=Path("compare-out"), help="folder of a comparison")
+    add_flags(parser, "out threads", out=Path("compare-out"), threads=1)
     add("--model", help="the model that it compared, where it has moved since")
     add("--budgets", type=float, nargs="+", help="only these, in %% of resident bytes")
-    add("--threads", type=int, default=1)
     add("--only-report", action="store_true", help="measure nothing, write the report again")
     return parser.parse_args(argv)
 

@@ -18,10 +18,11 @@ from pathlib import Path
 
 from engine.base.errors import UsageError
 from tools.banks.registry import FAMILIES, checked
-from tools.common.program import POCKET, guarded, one_at_a_time, replace_json, say
+from tools.common.arguments import add_flags, command, require_least, require_minutes
+from tools.common.program import guarded, one_at_a_time, replace_json, say
 from tools.compare.comparison import Comparison, span
 from tools.compare.methods import GROUPS, REGISTRY, wanted
-from tools.compare.own import IMPORT_HELP, load
+from tools.compare.own import load
 from tools.compare.report import write
 from tools.compare.run import Rules
 from tools.compare.work import Bench, Clock, Inside, Order, OutOfTime, Outside
@@ -58,53 +59,43 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     shown = "\n".join(
         f"  {name:<20} {entry.note} [{entry.group}]" for name, entry in REGISTRY.items()
     )
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.compare",
-        description="Compare methods on a model: methods x budgets x tasks x lengths.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG.format(methods=shown),
+    parser = command(
+        "tools.compare",
+        "Compare methods on a model: methods x budgets x tasks x lengths.",
+        EPILOG.format(methods=shown),
     )
     _what(parser)
     _questions(parser)
-    _omnikv(parser)
-    _judging(parser)
     _running(parser)
     return parser.parse_args(argv)
 
 
 def _what(parser: argparse.ArgumentParser) -> None:
     """The model, the methods, their budgets, the documents."""
-    parser.add_argument(
-        "--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)"
+    add = parser.add_argument
+    known = f"names below, or a group: {', '.join(GROUPS)} (default: t1 others@3,10,30); full "
+    known += "attention always runs, and beside OmniKV and what evicts their controls"
+    add_flags(
+        parser, "model methods import", methods=dict(default=["t1", "others@3,10,30"], help=known)
     )
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        default=["t1", "others@3,10,30"],
-        metavar="NAME[@BUDGETS]",
-        help=f"names below, or a group: {', '.join(GROUPS)} (default: t1 "
-        "others@3,10,30); full attention always runs, and beside OmniKV and what evicts their "
-        "controls",
-    )
-    parser.add_argument(
-        "--import", dest="imports", nargs="+", default=[], metavar="FILE", help=IMPORT_HELP
-    )
-    parser.add_argument(
+    add(
         "--no-controls",
         dest="controls",
         action="store_false",
         help="leave out OmniKV with random tokens, with one and with the newest, eviction by "
         "chance, and the oracle of what chooses: no claim is then tested",
     )
-    parser.add_argument(
+    kept = (
+        "run every method once more with these layers left dense: numbers, or `omnikv` for those "
+    )
+    add(
         "--dense-layers-kept",
         nargs="+",
         default=[],
         metavar="LAYER",
-        help="run every method once more with these layers left dense: numbers, or `omnikv` for "
-        "those that OmniKV reads whole",
+        help=f"{kept}that OmniKV reads whole",
     )
-    parser.add_argument(
+    add(
         "--bank",
         nargs="+",
         default=[],
@@ -112,111 +103,43 @@ def _what(parser: argparse.ArgumentParser) -> None:
         help="run full attention and OmniKV (by share) once more over these banks: int8, or a "
         f"simulated quantiser and its bits such as kivi2 (of: {', '.join(FAMILIES)})",
     )
-    parser.add_argument(
-        "--shares",
-        nargs="+",
-        type=float,
-        default=[3, 10, 30],
-        help="budgets in per cent of the prompt's tokens",
-    )
-    parser.add_argument(
-        "--mem",
-        nargs="*",
-        type=float,
-        default=[30, 75],
-        help="budgets in per cent of full attention's resident bytes",
-    )
-    parser.add_argument(
-        "--tasks", nargs="+", default=list(DEFAULT_TASKS), help=f"of: {', '.join(TASKS)}"
-    )
-    parser.add_argument(
-        "--lengths", nargs="+", type=int, default=[1024, 4096], help="document lengths in tokens"
-    )
+    per_cent = dict(type=float, help="budgets in per cent of the prompt's tokens")
+    add("--shares", nargs="+", default=[3, 10, 30], **per_cent)
+    per_cent["help"] = "budgets in per cent of full attention's resident bytes"
+    add("--mem", nargs="*", default=[30, 75], **per_cent)
+    add("--tasks", nargs="+", default=list(DEFAULT_TASKS), help=f"of: {', '.join(TASKS)}")
+    add("--lengths", nargs="+", type=int, default=[1024, 4096], help="document lengths in tokens")
+    add_flags(parser, "filters wait tail")
 
 
 def _questions(parser: argparse.ArgumentParser) -> None:
-    """How many questions are asked."""
-    parser.add_argument(
-        "--answers", type=int, default=100, help="first questions per method, task and length"
-    )
-    parser.add_argument("--questions", type=int, default=4, help="questions per document, at most")
-    parser.add_argument(
-        "--turns",
-        type=int,
-        choices=(1, 2),
-        default=2,
-        help="2: every question is asked once more as a second question",
-    )
-    parser.add_argument(
+    """How many questions are asked, who reads them, and how answers are cut and judged."""
+    add = parser.add_argument
+    add("--answers", type=int, default=100, help="first questions per method, task and length")
+    add("--questions", type=int, default=4, help="questions per document, at most")
+    again = "2: every question is asked once more as a second question"
+    add("--turns", type=int, choices=(1, 2), default=2, help=again)
+    add(
         "--question",
         choices=("dense", "sparse"),
         default="dense",
         help="who reads the questions: full attention, or the method's own decode steps after the "
         "document (default: dense)",
     )
-
-
-def _omnikv(parser: argparse.ArgumentParser) -> None:
-    """Settings of OmniKV."""
-    parser.add_argument(
-        "--filters",
-        type=int,
-        nargs="+",
-        help="OmniKV's filter layers (default: those the model comes with)",
-    )
-    parser.add_argument(
-        "--wait",
-        type=int,
-        help="OmniKV's wait layers (default: those the model comes with, else 0)",
-    )
-    parser.add_argument(
-        "--tail",
-        type=int,
-        default=64,
-        help="newest tokens that OmniKV's layers always see, outside its budget",
-    )
-
-
-def _judging(parser: argparse.ArgumentParser) -> None:
-    """How answers are cut and judged."""
-    parser.add_argument(
-        "--judge",
-        choices=JUDGES,
-        default="exact",
-        help=JUDGE_HELP,
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, help="cut answers here (default: the right answer's length + 8)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the documents")
+    add("--judge", choices=JUDGES, default="exact", help=JUDGE_HELP)
+    most = "cut answers here (default: the right answer's length + 8)"
+    add("--max-tokens", type=int, help=most)
 
 
 def _running(parser: argparse.ArgumentParser) -> None:
     """Where and how long it runs."""
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
-    parser.add_argument("--threads", type=int, help="CPU threads of each process")
+    where = "seed device dtype threads minutes estimate out fresh"
+    add_flags(parser, where, out=Path("compare-out"))
     parser.add_argument(
         "--processes",
         type=int,
         help="documents at once, each with a copy of the model and one thread (default: one per "
         "core for a model of up to 100 million parameters on a CPU, else 1)",
-    )
-    parser.add_argument(
-        "--minutes", type=float, help="stop at a whole document before this many minutes are over"
-    )
-    parser.add_argument(
-        "--estimate",
-        action="store_true",
-        help="print what would run and how long it would take, and stop",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("compare-out"), help="folder (default: compare-out)"
-    )
-    parser.add_argument(
-        "--fresh",
-        action="store_true",
-        help="start over instead of going on with the answers in --out",
     )
 
 
@@ -225,13 +148,8 @@ def order_of(args: argparse.Namespace) -> Order:
     for task in args.tasks:
         if task not in TASKS:
             raise UsageError(f"unknown task {task!r}: one of {', '.join(TASKS)}")
-    for name in ("answers", "questions", "processes"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise UsageError(f"--{name}: found {getattr(args, name)}, expected at least 1")
-    if min(args.lengths) < 1:
-        raise UsageError(f"--lengths: found {min(args.lengths)}, expected at least 1")
-    if args.minutes is not None and not args.minutes > 0:
-        raise UsageError(f"--minutes: found {args.minutes:g}, expected a number above 0")
+    require_least(args, answers=1, questions=1, processes=1, lengths=1)
+    require_minutes(args)
     REGISTRY.update(load(args.imports))
     names = wanted(args.methods, args.shares, args.mem, args.controls)
     judged = args.judge, args.max_tokens, args.seed

@@ -20,11 +20,6 @@ from engine.methods.omnikv.method import OmniKV
 from engine.methods.registry import methods
 from tools.compare.build import Entry, Facts, evicting, keeps_all, omnikv
 
-IMPORT_HELP = (
-    "Python files with methods of your own; a class is asked for by its name in small letters "
-    "(docs/METHODS.md)"
-)
-
 
 def load(paths: Sequence[str]) -> dict[str, Entry]:
     """{name: Entry} of every named method that these files define. Raises UsageError where a file

@@ -25,6 +25,7 @@ from pathlib import Path
 from time import strftime
 
 from kernels.launch.triton import HAVE_TRITON, triton
+from tools.common.arguments import command
 from tools.common.program import progress, replace_text
 from tools.compile_kernels.cases import Case, shipped
 from tools.compile_kernels.compiler import (
@@ -42,10 +43,7 @@ from tools.compile_kernels.variants import variants
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
-        prog="python -m tools.compile_kernels",
-        description="Compile the Triton kernels without a GPU.",
-    )
+    p = command("tools.compile_kernels", "Compile the Triton kernels without a GPU.")
     said = "all, or of " + ", ".join(TARGETS)
     p.add_argument("--targets", default=",".join(DEFAULT_TARGETS), help=said)
     p.add_argument("--triton", metavar="FOLDER", help="the triton in this folder compiles")

@@ -10,7 +10,6 @@ instructions of its loop, as compiled for sm_90. Constants are a desk check's; n
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from kernels.launch.triton import HAVE_TRITON, triton
 from kernels.rows.forms import DTYPES, row_widths
+from tools.common.arguments import command
 from tools.common.program import replace_text
 from tools.compile_kernels.cases import Case
 from tools.compile_kernels.compiler import Report, compile_for, describe, measure
@@ -231,10 +231,7 @@ def report() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the page. Exit code 0, or 2 without triton."""
-    p = argparse.ArgumentParser(
-        prog="python -m tools.compile_kernels.predict",
-        description="Predict times from compiled kernels.",
-    )
+    p = command("tools.compile_kernels.predict", "Predict times from compiled kernels.")
     p.add_argument("--table", metavar="FILE", type=Path, help="write the page there too")
     options = p.parse_args(argv)
     if not HAVE_TRITON:

@@ -4,11 +4,11 @@ folder that the engine, and transformers, load.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tools.common.arguments import command
 from tools.common.program import guarded, progress, say
 from tools.convert.to_gguf import DTYPES, convert
 from weights.gguf.header import KINDS
@@ -29,10 +29,10 @@ def conversion_progress() -> Callable[[int, int], None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 (not convertible, no room) or 2 (usage)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.convert.gguf",
-        description="Convert a GGUF file of the architecture llama to a Hugging Face folder.",
-        epilog="Types: "
+    parser = command(
+        "tools.convert.gguf",
+        "Convert a GGUF file of the architecture llama to a Hugging Face folder.",
+        "Types: "
         + ", ".join(KINDS)
         + ". The engine opens such files as they are; a folder is for other programs.",
     )

@@ -8,7 +8,6 @@ printed; OUT is whole or absent.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import struct
@@ -24,6 +23,7 @@ from engine.model.config.config import ModelConfig
 from engine.model.tensors import ignored, targets
 from kernels.quant.matrix import blocks
 from kernels.quant.rounding import LEVELS, SHARES, to_int8
+from tools.common.arguments import command
 from tools.common.program import guarded, progress, say
 from tools.convert.folder import require_room, whole_or_absent
 from weights.checkpoint import DTYPES, Checkpoint, Target
@@ -236,9 +236,9 @@ def table(errors: dict[str, float]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 (not a folder of floats, no room) or 2 (usage)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.convert.quantise",
-        description="Round a folder's float weights to few bits, in the compressed-tensors layout.",
+    parser = command(
+        "tools.convert.quantise",
+        "Round a folder's float weights to few bits, in the compressed-tensors layout.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder, an alias or a hub id")
     parser.add_argument("out", type=Path, metavar="OUT", help="must not exist yet")

@@ -21,6 +21,7 @@ import torch
 
 from engine import LLM, Full
 from engine.base.errors import UsageError
+from tools.common.arguments import command
 from tools.common.documents import KINDS, REAL, texts
 from tools.common.program import (
     POCKET,
@@ -138,9 +139,7 @@ def add_text_arguments(parser: argparse.ArgumentParser, length: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 (the model does not load) or 2 (usage)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.convert.weight_quality", description=__doc__
-    )
+    parser = command("tools.convert.weight_quality", __doc__)
     add_text_arguments(parser, length=512)
     parser.add_argument("--weights", nargs="+", choices=WORDS, default=["int8", "int4"])
     parser.add_argument("--dtype", default="auto", help="of the activations beside few bits")

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from engine.base.errors import UsageError
 from engine.model.config.config import ModelConfig
+from tools.common.arguments import command
 from tools.common.program import guarded, replace_text, say
 from tools.families.models import VARIANTS, make
 from tools.families.page import page
@@ -49,7 +49,7 @@ def run(check: bool) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 (stale, or the run failed), 2 (usage) or 130 (Ctrl-C)."""
-    parser = argparse.ArgumentParser(prog="python -m tools.families", description=__doc__)
+    parser = command("tools.families", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if it is stale")
     options = parser.parse_args(argv)
     return guarded(lambda: run(options.check))

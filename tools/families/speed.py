@@ -8,7 +8,6 @@ clock. A mixture has experts that together are as wide as the MLP.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -23,6 +22,7 @@ from engine.model.config.config import ModelConfig
 from engine.model.tensors import random_stream
 from engine.session.session import Session
 from kernels.launch.isa import isa
+from tools.common.arguments import command
 from tools.common.program import guarded, say
 
 SHAPE: dict[str, Any] = {
@@ -132,9 +132,7 @@ def run(dtype: str, context: int, rounds: int, names: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1, 2 or 130."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.families.speed", description="Time every family beside Llama."
-    )
+    parser = command("tools.families.speed", "Time every family beside Llama.")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--context", type=int, default=512, metavar="N", help="tokens (512)")
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="turns of each (15)")

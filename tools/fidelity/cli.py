@@ -19,11 +19,12 @@ from engine import LLM, Full
 from engine.base.errors import UsageError
 from engine.plan.layers import layer_plan
 from tools.bench import header as bench_header
+from tools.common.arguments import add_flags, command, require_least, require_minutes
 from tools.common.documents import KINDS, SPLITS
 from tools.common.program import guarded, say
 from tools.compare.comparison import span
 from tools.compare.methods import REGISTRY
-from tools.compare.own import IMPORT_HELP, load
+from tools.compare.own import load
 from tools.fidelity.columns import DEFAULT_METHODS, SETS
 from tools.fidelity.needles import PEOPLE
 from tools.fidelity.report import write
@@ -44,11 +45,10 @@ examples:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.fidelity",
-        description="Compare methods with full attention, step by step, on real text.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG.format(methods=", ".join(REGISTRY)),
+    parser = command(
+        "tools.fidelity",
+        "Compare methods with full attention, step by step, on real text.",
+        EPILOG.format(methods=", ".join(REGISTRY)),
     )
     _what(parser)
     _texts(parser)
@@ -59,16 +59,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def _what(parser: argparse.ArgumentParser) -> None:
     """The model and the columns."""
     add = parser.add_argument
-    add("--model", help="alias, hub id or folder of a trained model")
-    add(
-        "--methods",
-        nargs="+",
-        default=list(DEFAULT_METHODS),
-        metavar="NAME[@BUDGETS]",
-        help=f"names and groups below (default: {' '.join(DEFAULT_METHODS)}); full attention "
-        "always runs",
+    about = (
+        f"names and groups below (default: {' '.join(DEFAULT_METHODS)}); full attention always runs"
     )
-    add("--import", dest="imports", nargs="+", default=[], metavar="FILE", help=IMPORT_HELP)
+    methods = dict(default=list(DEFAULT_METHODS), help=about)
+    model = dict(default=None, help="alias, hub id or folder of a trained model")
+    add_flags(parser, "model methods import tail", model=model, methods=methods)
     add(
         "--filters",
         nargs="+",
@@ -77,12 +73,6 @@ def _what(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(SETS)}, layers such as 2,8,17, or NAME=2,8,17 (default: published even)",
     )
     add("--waits", nargs="+", type=int, default=[0, 1], help="numbers of wait layers")
-    add(
-        "--tail",
-        type=int,
-        default=64,
-        help="newest tokens that OmniKV's layers always see, beside its budget; counted in bytes",
-    )
 
 
 def _texts(parser: argparse.ArgumentParser) -> None:
@@ -119,14 +109,7 @@ def _texts(parser: argparse.ArgumentParser) -> None:
 
 def _running(parser: argparse.ArgumentParser) -> None:
     """Where and how long it runs."""
-    add = parser.add_argument
-    add("--device", default="auto", help="auto, cpu or cuda")
-    add("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
-    add("--threads", type=int, help="CPU threads")
-    add("--minutes", type=float, help="stop at a whole column after so many minutes")
-    add("--estimate", action="store_true", help="say how long it would take, and stop")
-    add("--out", type=Path, default=Path("fidelity-out"), help="folder (default: fidelity-out)")
-    add("--fresh", action="store_true", help="start over instead of going on with --out")
+    add_flags(parser, "device dtype threads minutes estimate out fresh", out=Path("fidelity-out"))
 
 
 def checked(args: argparse.Namespace) -> argparse.Namespace:
@@ -136,18 +119,14 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
             "--model: found none, expected a folder of a trained model (the shipped one looks "
             "everything up in one layer: it does not test a selection)"
         )
-    least = {"texts": 0, "needles": 0, "answer": 0, "positions": 1, "questions": 1, "question": 0}
-    for name, low in least.items():
-        if getattr(args, name) < low:
-            raise UsageError(f"--{name}: found {getattr(args, name)}, expected at least {low}")
+    require_least(args, texts=0, needles=0, answer=0, positions=1, questions=1, question=0)
     if args.texts + args.needles == 0:
         raise UsageError("--texts: found 0 and no --needles: nothing to measure")
     if args.questions > len(PEOPLE):
         raise UsageError(f"--questions: found {args.questions}, expected at most {len(PEOPLE)}")
     if min(args.lengths) < 1 or min(args.waits) < 0:
         raise UsageError("--lengths, --waits: found a number below its least, 1 and 0")
-    if args.minutes is not None and not args.minutes > 0:
-        raise UsageError(f"--minutes: found {args.minutes:g}, expected a number above 0")
+    require_minutes(args)
     args.lengths = sorted(set(args.lengths))
     args.waits = list(dict.fromkeys(args.waits))
     return args

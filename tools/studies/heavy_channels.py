@@ -25,7 +25,8 @@ from engine.methods.select.index.channels import Channels, channels_text
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
-from tools.common.program import POCKET, guarded, replace_text, require_writable
+from tools.common.arguments import add_flags, command
+from tools.common.program import guarded, replace_text, require_writable
 from weights.fingerprint import fingerprint
 
 NAME, TEXT = "double_sparsity.json", "welcome.txt"
@@ -84,17 +85,12 @@ def ranked(weights: torch.Tensor) -> Channels:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.studies.heavy_channels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("tools.studies.heavy_channels", __doc__)
     add = parser.add_argument
-    add("--model", default=str(POCKET), help="folder, name or alias (default: the shipped model)")
+    add_flags(parser, "model threads", threads=1)
     add("--text", metavar="FILE", help=f"what is read (default: {TEXT} beside the model)")
     add("--length", type=int, default=512, help="tokens of a piece (default 512)")
     add("--pieces", type=int, default=256, help="pieces at most (default 256)")
-    add("--threads", type=int, default=1)
     add("--out", metavar="FILE", help=f"the file to write (default: {NAME} beside the model)")
     args = parser.parse_args(argv)
     if args.length < 1 or args.pieces < 1:

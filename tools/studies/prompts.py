@@ -26,9 +26,10 @@ from engine.methods.prompts import quoka
 from engine.plan.prefill_time import PrefillFlops
 from kernels.launch.isa import isa
 from tools.bench.header import commit
+from tools.common.arguments import add_flags, command
 from tools.common.documents import texts
 from tools.common.intervals import Interval, over_texts
-from tools.common.program import POCKET, guarded, progress, replace_text, say
+from tools.common.program import guarded, progress, replace_text, say
 
 NEVER = 2**40  # dense_below: every decode step reads everything
 CHANCE = "quoka by chance"
@@ -37,13 +38,11 @@ STRIDES = (8, 16)  # XAttention's
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.studies.prompts",
-        description="Loss and time of prompts that choose what they read, method by method.",
+    parser = command(
+        "tools.studies.prompts",
+        "Loss and time of prompts that choose what they read, method by method.",
     )
-    parser.add_argument(
-        "--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)"
-    )
+    add_flags(parser, "model threads", threads=1)
     parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
     parser.add_argument("--texts", type=int, default=4, help="held-out texts")
     parser.add_argument("--scored", type=int, default=32, help="tokens scored behind each")
@@ -58,7 +57,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="parts of the attention that XAttention reads, by its estimate",
     )
     parser.add_argument("--block", type=int, default=128, help="queries that choose together")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--out", type=Path, help="write the table to this file too")
     return parser.parse_args(argv)
 

@@ -23,7 +23,8 @@ from engine.base.version import VERSION
 from engine.methods.evict.razor_heads import Heads, heads_text
 from engine.model.llama import Llama, post_attention, pre_attention
 from engine.model.rope import Rotary
-from tools.common.program import POCKET, guarded, replace_text, require_writable
+from tools.common.arguments import add_flags, command
+from tools.common.program import guarded, replace_text, require_writable
 from weights.fingerprint import fingerprint
 
 NAME = "razor.json"
@@ -102,17 +103,11 @@ def rounded(scores: torch.Tensor) -> tuple[tuple[float, ...], ...]:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.studies.razor_heads",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("tools.studies.razor_heads", __doc__)
     add = parser.add_argument
-    add("--model", default=str(POCKET), help="folder, name or alias (default: the shipped model)")
+    add_flags(parser, "model seed threads", seed=1, threads=1)
     add("--length", type=int, default=2500, help="random tokens of a round (default 2500)")
     add("--repeats", type=int, default=4, help="rounds (default 4)")
-    add("--seed", type=int, default=1)
-    add("--threads", type=int, default=1)
     add("--out", metavar="FILE", help="the scores' file (default: razor.json beside the model)")
     args = parser.parse_args(argv)
     if args.length < 2 or args.repeats < 2:

@@ -18,7 +18,8 @@ import torch
 from engine import LLM, OmniKV
 from engine.runner.prompt import WARM
 from kernels.tier.lru_slots import make_slots, plan_slots
-from tools.common.program import POCKET, guarded
+from tools.common.arguments import add_flags, command
+from tools.common.program import guarded
 from tools.tasks import make_sample
 from tools.tasks.prompts import token_counter
 
@@ -28,13 +29,10 @@ SLOTS = (1, 1.5, 2, 3, 4, 8)
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.studies.reuse",
-        description="How many selected tokens have a slot already, on a real model.",
+    parser = command(
+        "tools.studies.reuse", "How many selected tokens have a slot already, on a real model."
     )
-    parser.add_argument(
-        "--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)"
-    )
+    add_flags(parser, "model filters wait device threads")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="of the documents")
     parser.add_argument("--length", type=int, default=2048, help="tokens per document")
     parser.add_argument("--documents", type=int, default=2, help="per task")
@@ -45,14 +43,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=[0.03, 0.0667, 0.13],
         help="budgets, shares of the prompt",
     )
-    parser.add_argument(
-        "--filters", type=int, nargs="+", help="filter layers (default: those the model comes with)"
-    )
-    parser.add_argument(
-        "--wait", type=int, help="wait layers (default: those the model comes with, else 0)"
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--threads", type=int, help="CPU threads")
     return parser.parse_args(argv)
 
 

@@ -33,6 +33,7 @@ from engine.plan.free_memory import resident_bytes
 from engine.session.session import Session
 from tools.bench.header import commit, hardware, load
 from tools.calibrate.texts import read_text, texts_for
+from tools.common.arguments import add_flags, command
 from tools.common.program import POCKET, guarded, model_label, replace_text, say
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,12 +66,11 @@ PIECE = 256  # tokens whose logits are computed at once
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.studies.stream",
-        description="Loss, time and bytes of streams without end on real text.",
+    parser = command(
+        "tools.studies.stream", "Loss, time and bytes of streams without end on real text."
     )
     add = parser.add_argument
-    add("--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)")
+    add_flags(parser, "model dtype device threads", threads=1)
     add(
         "--text",
         action="append",
@@ -83,9 +83,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--restart", type=int, default=10_000, help="tokens of one stream of the line fresh")
     add("--first", type=int, default=0, help="where the line fresh begins: tokens of the text")
     add("--lines", nargs="+", choices=LINES, default=list(LINES), help="what is compared")
-    add("--dtype", default="auto", help="auto, bfloat16 or float32")
-    add("--device", default="auto", help="auto, cpu or cuda")
-    add("--threads", type=int, default=1, help="CPU threads")
     add("--out", type=Path, required=True, help="a folder for rows, table and plot")
     add("--by", choices=("steps", "prompts"), default="steps", help="how tokens are fed")
     add("--line", choices=LINES, help=argparse.SUPPRESS)  # the process of one line

@@ -13,10 +13,10 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.base.errors import UsageError
-from tools.common.program import POCKET, guarded, one_at_a_time
+from tools.common.arguments import add_flags, command, require_least, require_minutes
+from tools.common.program import guarded, one_at_a_time
 from tools.compare.methods import REGISTRY, wanted
-from tools.compare.own import IMPORT_HELP, load
+from tools.compare.own import load
 from tools.suites.prompts.fitting import SEED
 from tools.suites.prompts.task import Task
 from tools.suites.registry import HELP, chosen
@@ -38,43 +38,14 @@ BESIDE = ("oracle_topk", "omnikv_random")  # at every share of the tokens that i
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.suites",
-        description="Score methods on benchmarks that others know.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG,
-    )
-    add = parser.add_argument
-    add("--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)")
-    add(
-        "--methods",
-        nargs="+",
-        default=["omnikv@6.67", "quest@6.67", "snapkv@6.67", "streaming_llm@6.67"],
-        metavar="NAME[@BUDGETS]",
-        help="as of tools.compare; full attention always runs",
-    )
-    add("--import", dest="imports", nargs="+", default=[], metavar="FILE", help=IMPORT_HELP)
-    add(
-        "--no-controls",
-        dest="controls",
-        action="store_false",
-        help="leave out what chooses by chance, the newest, one token, and oracles",
-    )
+    parser = command("tools.suites", "Score methods on benchmarks that others know.", EPILOG)
+    beside = dict(default=["omnikv@6.67", "quest@6.67", "snapkv@6.67", "streaming_llm@6.67"])
+    add_flags(parser, "model methods import", methods=beside)
+    chance = "leave out what chooses by chance, the newest, one token, and oracles"
+    parser.add_argument("--no-controls", dest="controls", action="store_false", help=chance)
     _asked(parser)
-    add("--filters", type=int, nargs="+", help="OmniKV's filter layers (default: the model's)")
-    add("--wait", type=int, help="OmniKV's wait layers (default: the model's, else 0)")
-    add("--tail", type=int, default=64, help="newest tokens that OmniKV's layers always see")
-    add("--device", default="auto", help="auto, cpu or cuda")
-    add("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
-    add("--threads", type=int, help="CPU threads")
-    add("--minutes", type=float, help="stop at a whole prompt before so many minutes are over")
-    add(
-        "--estimate",
-        action="store_true",
-        help="time one document of each suite and length, say, and stop",
-    )
-    add("--out", type=Path, default=Path("suites-out"), help="folder (default: suites-out)")
-    add("--fresh", action="store_true", help="start over instead of going on with --out")
+    where = "filters wait tail device dtype threads minutes estimate out fresh"
+    add_flags(parser, where, out=Path("suites-out"))
     return parser.parse_args(argv)
 
 
@@ -119,16 +90,8 @@ def checked(args: argparse.Namespace) -> list[tuple[str, str, float]]:
     """The methods that a command line asks for, and what stands beside them: at every share of the
     tokens the oracle and OmniKV by chance. Raises UsageError where it cannot be meant.
     """
-    least = [
-        ("samples", args.samples),
-        ("lengths", min(args.lengths)),
-        ("max-length", args.max_length),
-    ]
-    for name, value in least:
-        if value is not None and value < 1:
-            raise UsageError(f"--{name}: found {value}, expected at least 1")
-    if args.minutes is not None and not args.minutes > 0:
-        raise UsageError(f"--minutes: found {args.minutes:g}, expected a number above 0")
+    require_least(args, samples=1, lengths=1, max_length=1)
+    require_minutes(args)
     REGISTRY.update(load(args.imports))
     found = dict.fromkeys(wanted(args.methods, (6.67,), (), args.controls))
     shares = [(kind, value) for _, kind, value in found if kind == "share"]

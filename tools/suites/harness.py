@@ -22,6 +22,7 @@ from engine.base.errors import UsageError
 from engine.cli.settings import method_with
 from engine.load.options import LLMSettings
 from engine.load.pocket import pocket_method
+from tools.common.arguments import command
 from tools.common.program import POCKET, guarded, progress, replace_json, say
 from tools.suites.likelihood import WAYS, Score, by_prompt, by_steps, pieces
 
@@ -322,11 +323,10 @@ def adapted(harness: Harness) -> Any:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.suites.harness",
-        description="Run lm-evaluation-harness' tasks on a model under any method, in one process.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG,
+    parser = command(
+        "tools.suites.harness",
+        "Run lm-evaluation-harness' tasks on a model under any method, in one process.",
+        EPILOG,
     )
     parser.add_argument("--tasks", nargs="+", required=True, help="tasks as lm_eval names them")
     parser.add_argument("--model_args", default="", metavar="KEY=VALUE,...", help="see below")

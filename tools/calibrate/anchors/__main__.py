@@ -17,6 +17,7 @@ from engine.methods.select.across.head_map import NAME, map_text
 from tools.calibrate.anchors.meter import HeadMeter, anchors_of, map_of
 from tools.calibrate.lists.command import add_list_flags, list_texts, made_by, require_every_token
 from tools.calibrate.similarity import measure_with
+from tools.common.arguments import command
 from tools.common.program import guarded, replace_text, say
 
 
@@ -69,10 +70,7 @@ def run(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
-        prog="python -m tools.calibrate.anchors",
-        description="Find Kascade's anchor layers and head map of a model.",
-    )
+    p = command("tools.calibrate.anchors", "Find Kascade's anchor layers and head map of a model.")
     add_list_flags(p, NAME, "budget as a share of a text")
     p.add_argument("--anchors", type=int, metavar="N", help="how many (default: 5 of 32 layers)")
     return p

@@ -11,14 +11,14 @@ from typing import Any
 from engine import LLM
 from engine.base.errors import UsageError
 from engine.base.version import VERSION
-from tools.calibrate.texts import add_flags, texts_for
+from tools.calibrate.texts import add_text_flags, texts_for
 from tools.common.program import require_writable
 from weights.fingerprint import fingerprint
 
 
 def add_list_flags(parser: argparse.ArgumentParser, name: str, share: str) -> None:
     """Flags of a command that writes the file `name`; share: what --share is of."""
-    add_flags(parser)
+    add_text_flags(parser)
     add = parser.add_argument
     add("--length", type=int, default=4096, help="tokens per text (default 4096)")
     add("--positions", type=int, default=24, help="decode positions at a text's end (default 24)")

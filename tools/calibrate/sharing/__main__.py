@@ -17,6 +17,7 @@ from engine.methods.select.across.sharing import NAME, sharing_text
 from tools.calibrate.lists.command import add_list_flags, list_texts, made_by, require_every_token
 from tools.calibrate.sharing.greedy import ListMeter, shared
 from tools.calibrate.similarity import measure_with
+from tools.common.arguments import command
 from tools.common.program import guarded, replace_text, say
 
 
@@ -73,9 +74,9 @@ def run(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
-        prog="python -m tools.calibrate.sharing",
-        description="Find which layers and heads of a model read one list under HShare.",
+    p = command(
+        "tools.calibrate.sharing",
+        "Find which layers and heads of a model read one list under HShare.",
     )
     add_list_flags(p, NAME, "chosen tokens, of a text")
     add = p.add_argument

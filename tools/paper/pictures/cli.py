@@ -14,8 +14,8 @@ from engine import LLM, Full, OmniKV
 from engine.base.errors import UsageError
 from engine.session.session import Session
 from tools.calibrate.texts import read_text
+from tools.common.arguments import add_flags, command, require_least
 from tools.common.program import (
-    POCKET,
     guarded,
     model_label,
     replace_json,
@@ -33,12 +33,12 @@ FORMAT = 1
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.paper.pictures",
-        description="Draw which layers and steps choose the same tokens, and the mass kept.",
+    parser = command(
+        "tools.paper.pictures",
+        "Draw which layers and steps choose the same tokens, and the mass kept.",
     )
     add = parser.add_argument
-    add("--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)")
+    add_flags(parser, "model device dtype threads out", out=Path("pictures-out"))
     add("--prompt", metavar="FILE", help="a text that the model goes on from (- is stdin)")
     add("--task", default="facts", help="of a prompt that is made where no --prompt is given")
     add("--length", type=int, default=1024, help="tokens of that prompt, or most of the file's")
@@ -54,10 +54,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="logits: softmax of head-maximum logits, as the paper's code; heads: the maximum of "
         "the heads' own softmaxes",
     )
-    add("--device", default="auto", help="auto, cpu or cuda")
-    add("--dtype", default="auto", help="auto, bfloat16, float16 or float32")
-    add("--threads", type=int, help="CPU threads")
-    add("--out", type=Path, default=Path("pictures-out"), help="folder (default: pictures-out)")
     return parser.parse_args(argv)
 
 
@@ -65,9 +61,7 @@ def check(args: argparse.Namespace) -> None:
     """Raise UsageError where a number cannot be meant, or nothing could be written."""
     if not 0 < args.share <= 100:
         raise UsageError(f"--share: found {args.share:g}, expected per cent above 0, at most 100")
-    for name, least in (("steps", 1), ("length", 160)):
-        if getattr(args, name) < least:
-            raise UsageError(f"--{name}: found {getattr(args, name)}, expected at least {least}")
+    require_least(args, steps=1, length=160)
     require_writable("--out", args.out / "attention.json")
 
 

@@ -19,6 +19,7 @@ import torch
 
 from engine import LLM, Full, OmniKV
 from tools.bench.shapes import SHAPES, parse_size, shape_config
+from tools.common.arguments import command
 from tools.common.documents import texts
 from tools.common.program import say
 from tools.studies.exact.acceptance import measure
@@ -34,11 +35,7 @@ SURVIVAL = (1.0, 0.82, 0.78, 0.64, 0.55, 0.5, 0.45)
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
-        prog="python -m tools.studies.exact",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    p = command("tools.studies.exact", __doc__)
     what = p.add_subparsers(dest="what", required=True)
     a = what.add_parser("acceptance", help="what full attention accepts of drafts, on real text")
     a.add_argument("--model", required=True)

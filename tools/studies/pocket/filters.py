@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tools.common.arguments import command
 from tools.common.program import guarded, replace_json
 from tools.studies.pocket.simulation import Prompt, Setting, Simulated, layer_roles
 from tools.tasks import MAIN, TASKS, make_sample
@@ -24,9 +25,9 @@ Table = dict[str, dict[str, list[int]]]  # {setting: {task: [right, asked]}}
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.studies.pocket.filters",
-        description="Find a model's filter layers by brute force over the tasks.",
+    parser = command(
+        "tools.studies.pocket.filters",
+        "Find a model's filter layers by brute force over the tasks.",
     )
     parser.add_argument("folder", type=Path, help="a model in Hugging Face layout, without biases")
     parser.add_argument("--length", type=int, default=2048, help="tokens per document")

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tools.common.arguments import command
 from tools.common.program import say
 from tools.studies.pocket import model as pocket_model
 from tools.studies.pocket.run import Run, processes
@@ -25,9 +26,7 @@ from tools.studies.pocket.schedule import PROFILES
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.studies.pocket.train", description=__doc__.splitlines()[0]
-    )
+    parser = command("tools.studies.pocket.train", __doc__.splitlines()[0])
     parser.add_argument("--profile", choices=PROFILES, default="cpu")
     parser.add_argument(
         "--minutes",

@@ -19,7 +19,8 @@ from engine import LLM, Full, OmniKV
 from engine.methods.base import Runtime
 from engine.plan.layers import Role
 from kernels.prefill.block_sparse import BLOCK, block_mass, choose_blocks, exact_mass
-from tools.common.program import POCKET, guarded
+from tools.common.arguments import add_flags, command
+from tools.common.program import guarded
 from tools.tasks import TASKS, make_sample
 from tools.tasks.prompts import token_counter
 
@@ -28,13 +29,11 @@ Layers = dict[int, tuple[torch.Tensor, torch.Tensor]]  # q and k of every layer
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.studies.prefill.block_recall",
-        description="Recall of attention mass against density of the block estimate.",
+    parser = command(
+        "tools.studies.prefill.block_recall",
+        "Recall of attention mass against density of the block estimate.",
     )
-    parser.add_argument(
-        "--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)"
-    )
+    add_flags(parser, "model threads seed")
     parser.add_argument("--task", default="mixed", choices=tuple(TASKS), help="of the document")
     parser.add_argument("--length", type=int, default=2048, help="tokens of the document")
     parser.add_argument(
@@ -44,8 +43,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=[0.5, 0.7, 0.8, 0.9, 0.95],
         help="attention mass that the kept blocks should hold",
     )
-    parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument("--seed", type=int, default=0, help="of the document")
     return parser.parse_args(argv)
 
 

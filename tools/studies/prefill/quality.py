@@ -27,6 +27,7 @@ from engine import LLM, Full, OmniKV
 from engine.methods.base import Method
 from engine.session.session import Session
 from tools.bench.header import commit
+from tools.common.arguments import add_flags, command
 from tools.common.intervals import wilson
 from tools.common.program import POCKET, guarded, progress, replace_json, say
 from tools.compare.turns import Turns
@@ -38,12 +39,15 @@ NEVER = 2**40  # dense_below: every decode step is exact
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.studies.prefill.quality",
-        description="Accuracy of sparse prefill on tasks with exact answers.",
+    parser = command(
+        "tools.studies.prefill.quality", "Accuracy of sparse prefill on tasks with exact answers."
     )
-    parser.add_argument(
-        "--model", default=str(POCKET), help="alias, hub id or folder (default: the shipped model)"
+    add_flags(
+        parser,
+        "model tail filters wait seed threads minutes out",
+        seed=7,
+        minutes=math.inf,
+        out=Path("eval-out") / "prefill",
     )
     parser.add_argument("--tasks", nargs="+", default=list(MAIN), help=f"of: {', '.join(TASKS)}")
     parser.add_argument("--length", type=int, default=2048, help="document length in tokens")
@@ -64,28 +68,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=512,
         help="tokens read densely at the prompt's end, compared with none",
     )
-    parser.add_argument(
-        "--tail",
-        type=int,
-        default=64,
-        help="rows before a block that are always seen (blocks of a short document "
-        "would otherwise see a good part of it)",
-    )
-    parser.add_argument(
-        "--filters", type=int, nargs="+", help="filter layers (default: those the model comes with)"
-    )
-    parser.add_argument(
-        "--wait", type=int, help="wait layers (default: those the model comes with, else 0)"
-    )
-    parser.add_argument("--seed", type=int, default=7, help="of the documents")
-    parser.add_argument("--threads", type=int, help="CPU threads")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=math.inf,
-        help="stop after the document that passes this; every prefix is fair",
-    )
-    parser.add_argument("--out", type=Path, default=Path("eval-out") / "prefill")
     args = parser.parse_args(argv)
     for task in args.tasks:
         if task not in TASKS:

@@ -24,6 +24,7 @@ import torch
 from engine import OmniKV
 from tools.bench.header import commit, hardware, version
 from tools.bench.shapes import SHAPES, parse_size
+from tools.common.arguments import add_flags, command
 from tools.common.program import guarded, replace_json
 from tools.studies.prefill.memory import measure_memory, memory
 from tools.studies.prefill.report import markdown
@@ -33,9 +34,8 @@ from tools.studies.prefill.time_left import time_left
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.studies.prefill.table",
-        description="Time, predicted time left and memory of sparse prefill.",
+    parser = command(
+        "tools.studies.prefill.table", "Time, predicted time left and memory of sparse prefill."
     )
     parser.add_argument("--shape", default="160m", choices=SHAPES, help="of random weights")
     parser.add_argument(
@@ -59,8 +59,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="every n-th query of a block scores",
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int)
+    add_flags(parser, "device threads out", out=Path("bench-out") / "prefill")
     parser.add_argument("--chunk", type=int, help="tokens per chunk (default: the plan's)")
     parser.add_argument(
         "--repeats", type=int, default=2, help="timings of each chunk; the least counts"
@@ -74,7 +73,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--parts", nargs="+", default=["speed", "eta", "memory"], choices=("speed", "eta", "memory")
     )
-    parser.add_argument("--out", type=Path, default=Path("bench-out") / "prefill")
     parser.add_argument("--measure-memory", type=parse_size, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
