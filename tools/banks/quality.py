@@ -24,6 +24,7 @@ from engine.session.session import Session
 from tools.banks.base import WINDOW
 from tools.banks.registry import FAMILIES, REAL, checked, quantiser, shown
 from tools.banks.simulated import SimulatedBank, simulated
+from tools.common import page
 from tools.common.arguments import command
 from tools.common.documents import texts
 from tools.common.intervals import wilson
@@ -184,23 +185,18 @@ def _follow(
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A Markdown table of the rows, by bytes."""
     sparse = any(row["selections"] is not None for row in rows)
-    lines = [
-        "| bank | bytes of bfloat16 | KL, nats a token (95%) | same likeliest (95%) | "
-        + ("same selection | " if sparse else "")
-        + "perplexity |",
-        "|---" * (5 + sparse) + "|",
-    ]
+    head = ["bank", "bytes of bfloat16", "KL, nats a token (95%)", "same likeliest (95%)"]
+    head += [*["same selection"] * sparse, "perplexity"]
+    cells = []
     for row in sorted(rows, key=lambda row: -row["share"]):
         low, high = row["kl_interval"]
         least, most = row["agreement_interval"]
-        chosen = f"{row['selections']:.1%} | " if sparse else ""
-        lines.append(
-            f"| {shown(row['bank'])} | {row['share']:.3f} | "
-            f"{row['kl']:.5f} ({low:.5f} to {high:.5f}) | "
-            f"{row['agreement']:.1%} ({least:.1%} to {most:.1%}) | "
-            f"{chosen}{row['perplexity']:.3f} |"
-        )
-    return "\n".join(lines)
+        apart = f"{row['kl']:.5f} ({low:.5f} to {high:.5f})"
+        agreed = f"{row['agreement']:.1%} ({least:.1%} to {most:.1%})"
+        chosen = [f"{row['selections']:.1%}"] if sparse else []
+        surprise = f"{row['perplexity']:.3f}"
+        cells.append((shown(row["bank"]), f"{row['share']:.3f}", apart, agreed, *chosen, surprise))
+    return "\n".join(page.table(head, cells))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,6 +22,7 @@ from engine.calibration.search import Found, Layers, Search, filters_of, seeing
 from engine.plan.filter_layers import cache_file
 from tools.calibrate.state import State
 from tools.calibrate.texts import pieces_of
+from tools.common import page
 from tools.common.documents import texts as real_texts
 from tools.common.program import progress, say
 from weights.fingerprint import fingerprint
@@ -239,17 +240,16 @@ def table(
         f"{layers} layers; {length} tokens, k = {k} and a tail of {args.tail} to {args.tail + 63}, "
         f"{args.positions} positions a text; KL(full || sparse) in nats",
         "",
-        "| full layers | filter layers | KL search | KL held-out | same token held-out | bytes |",
-        "|---|---|---|---|---|---|",
     ]
+    cells = []
     for row in rows:
         mark = " (knee)" if row is at else ""
         mark += " (chosen)" if row is chosen else ""
-        lines.append(
-            f"| {len(row.full)}{mark} | {','.join(map(str, row.filters))} | {row.search:.4f} | "
-            f"{row.held:.4f} | {100 * row.same:.1f}% | "
-            f"{bytes_share(len(row.full), layers, args.share):.3f} |"
-        )
+        kept = ",".join(map(str, row.filters)), f"{row.search:.4f}", f"{row.held:.4f}"
+        read = f"{bytes_share(len(row.full), layers, args.share):.3f}"
+        cells.append((f"{len(row.full)}{mark}", *kept, f"{100 * row.same:.1f}%", read))
+    head = "full layers | filter layers | KL search | KL held-out | same token held-out | bytes"
+    lines += page.table(head, cells)
     lines += [
         "",
         "bytes: KV read in a step as a share of full attention's, the tail left out. knee: the "

@@ -27,6 +27,7 @@ from engine.methods.select.minference import MInference, MInferenceRuntime
 from engine.methods.select.minference_patterns import checked
 from kernels.prefill.dense import prefill_dense_lse
 from tools.common.arguments import add_flags, command
+from tools.common.page import table
 from tools.common.program import guarded, progress, replace_json, say
 from weights.fingerprint import fingerprint
 
@@ -153,10 +154,9 @@ def run(args: argparse.Namespace) -> None:
         llm, ids, progress=lambda done, total: progress(f"{done} of {total} layers")
     )
     say("")
-    print("| layer | " + " | ".join(f"head {i}" for i in range(llm.config.num_heads)) + " |")
-    print("|---" * (1 + llm.config.num_heads) + "|")
-    for layer, row in enumerate(found):
-        print(f"| {layer} | " + " | ".join(" ".join(map(str, pattern)) for pattern in row) + " |")
+    heads = [f"head {i}" for i in range(llm.config.num_heads)]
+    rows = ((n, *(" ".join(map(str, pattern)) for pattern in row)) for n, row in enumerate(found))
+    print("\n".join(table(["layer", *heads], rows)))
     print(f"\nMInference(patterns={found})")
     if args.json:
         data = {

@@ -10,6 +10,7 @@ import torch
 from engine.base.errors import UsageError
 from engine.model.config.config import ModelConfig
 from tools.calibrate.choose_layers import Choice, mean_mass
+from tools.common.page import pyplot, saved, table
 
 
 def report(
@@ -32,19 +33,15 @@ def report(
     """
     row = config.kv_bytes(itemsize)
     full = config.num_layers * n * row
-    lines = [
-        f"| filters | full layers | reads kept | mass seen | KV bytes per step at {n} "
-        "| share of full attention |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for (_, _), c in sorted(sets.items(), key=lambda item: (len(item[1].filters), item[1].dense)):
         mark = " **chosen**" if c == chosen else ""
         size = c.bytes_per_step(n, k, tail, row)
-        lines.append(
-            f"| {','.join(map(str, c.filters))}{mark} | {c.dense}/{config.num_layers} | "
-            f"{mean_mass(value, c.filters, wait):.4f} | {mean_mass(mass, c.filters, wait):.4f} | "
-            f"{size} | {size / full:.3f} |"
-        )
+        means = [f"{mean_mass(of, c.filters, wait):.4f}" for of in (value, mass)]
+        name, dense = ",".join(map(str, c.filters)) + mark, f"{c.dense}/{config.num_layers}"
+        rows.append((name, dense, *means, size, f"{size / full:.3f}"))
+    head = f"filters | full layers | reads kept | mass seen | KV bytes per step at {n} | "
+    lines = table(head + "share of full attention", rows)
     if published:
         lines.append(
             f"\npublished filter layers {published}: "
@@ -58,13 +55,9 @@ def plot(folder: Path, mass: torch.Tensor, chosen: Choice) -> None:
     """Write similarity.png (heat map) and filter_ability.png (mean mass of the next 8 and 16
     layers). Raises UsageError without matplotlib.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise UsageError(f"--plot: {error}; install matplotlib (pip install '.[plots]')") from error
+    plt = pyplot()
+    if plt is None:
+        raise UsageError("--plot: needs matplotlib: pip install '.[plots]'")
     folder.mkdir(parents=True, exist_ok=True)
     figure, axes = plt.subplots(figsize=(7, 6))
     shown = axes.imshow(torch.where(mass > 0, mass, torch.nan), vmin=0, vmax=1, cmap="viridis")
@@ -74,7 +67,7 @@ def plot(folder: Path, mass: torch.Tensor, chosen: Choice) -> None:
         title="share of attention to old tokens on the chooser's top-k",
     )
     figure.colorbar(shown)
-    figure.savefig(folder / "similarity.png", dpi=120, bbox_inches="tight")
+    saved(figure, folder / "similarity.png", 120, bbox_inches="tight")
     figure, axes = plt.subplots(figsize=(7, 4))
     layers = len(mass)
     for span in (8, 16):
@@ -89,4 +82,4 @@ def plot(folder: Path, mass: torch.Tensor, chosen: Choice) -> None:
         title="filter ability (dashed: chosen)",
     )
     axes.legend()
-    figure.savefig(folder / "filter_ability.png", dpi=120, bbox_inches="tight")
+    saved(figure, folder / "filter_ability.png", 120, bbox_inches="tight")

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tools.common.page import table
 from tools.common.records import Record
 from tools.compare.stats import against, by_question, pooled
 
@@ -36,26 +37,27 @@ def over_banks(
             "",
             f"## {length:,} tokens: {plain} over other banks",
             "",
-            "| bank | bytes of bfloat16 | first questions | second questions | top-1 | KL |",
-            "|---" * 6 + "|",
         ]
+        cells = []
         own = {"float32": 2.0}.get(config["dtype"], 1.0)
         for label in [plain, *sorted(labels, key=lambda label: -shares[label])]:
             here = [r for r in rows if r["variant"] == label and r["length"] == length]
             if here:
                 shown = label[len(plain) + 4 :] or config["dtype"]
-                lines.append(_line(shown, shares.get(label, own), label, plain, records, here))
+                cells.append(_cells(shown, shares.get(label, own), label, plain, records, here))
+        head = "bank | bytes of bfloat16 | first questions | second questions | top-1 | KL"
+        lines += table(head, cells)
     return [*lines, "", NOTE] if lines else []
 
 
-def _line(
+def _cells(
     shown: str,
     share: float,
     label: str,
     plain: str,
     records: Sequence[Record],
     here: Sequence[dict[str, Any]],
-) -> str:
+) -> tuple[str, ...]:
     """One bank."""
     length, cells = here[0]["length"], []
     asked = [r for r in records if r["length"] == length]
@@ -67,4 +69,4 @@ def _line(
     first = pooled([row for row in here if row["turn"] == 1])
     top1, kl = first["top1"], first["kl"]
     agreed = ("" if top1 is None else f"{top1:.3f}", "" if kl is None else f"{kl:.4f}")
-    return "| " + " | ".join((shown, f"{share:.3f}", *cells, *agreed)) + " |"
+    return shown, f"{share:.3f}", *cells, *agreed

@@ -4,42 +4,20 @@ attention's resident bytes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import engine
 from engine import LLM
 from engine.base.errors import BadCheckpoint, SettingError
 from engine.methods.base import Method
-from engine.methods.evict.duo import Duo
-from engine.methods.evict.h2o_plus import H2OPlus
-from engine.methods.evict.pod_snapkv import PodSnapKV
-from engine.methods.evict.razor import Razor
-from engine.methods.evict.sirllm import SirLLM
-from engine.methods.evict.snapkv_plus import SnapKVPlus
-from engine.methods.omnikv.method import OmniKV
 from engine.methods.oracle.settings import ByGranularity
-from engine.methods.oracle.topk import OracleTopK
-from engine.methods.prompts.kascade_tiles import KascadeTiles
-from engine.methods.prompts.quoka import QuoKA
-from engine.methods.prompts.xattention import XAttention
 from engine.methods.select.across import sharing
 from engine.methods.select.across.head_map import NAME
-from engine.methods.select.across.hshare import HShare
-from engine.methods.select.across.kascade import Kascade
-from engine.methods.select.events.em_llm import EMLLM
-from engine.methods.select.index.clusterkv import ClusterKV
-from engine.methods.select.index.double_sparsity import DoubleSparsity
-from engine.methods.select.index.pqcache import PQCache
-from engine.methods.select.infllm import InfLLM
-from engine.methods.select.pod import PodUntrained
-from engine.methods.select.rocket.rocketkv import RocketKV
-from engine.methods.select.shadow.shadowkv import ShadowKV
-from engine.methods.select.taught.a2ats import A2ATS
-from engine.methods.select.varying.magicpig import MagicPIG
-from engine.methods.select.wave.retroinfer import RetroInfer
 from tools.calibrate.pod_groups import read_blocks
 from tools.compare.bytes import device_share
 
@@ -105,10 +83,10 @@ class Entry:
     within: Callable[[float], Build] | None = None
 
 
-def omnikv(cls: type[OmniKV] = OmniKV, **more: Any) -> Build:
+def omnikv(cls: type[engine.OmniKV] = engine.OmniKV, **more: Any) -> Build:
     """Build OmniKV, or a variation of it, at a share of the tokens."""
 
-    def build(facts: Facts, share: float | None) -> OmniKV:
+    def build(facts: Facts, share: float | None) -> engine.OmniKV:
         return cls(
             filter_layers=facts.filters,
             share=share,
@@ -121,7 +99,7 @@ def omnikv(cls: type[OmniKV] = OmniKV, **more: Any) -> Build:
     return build
 
 
-def bound(build: Build, granularity: str, cls: type[ByGranularity] = OracleTopK) -> Build:
+def bound(build: Build, granularity: str, cls: type[ByGranularity] = engine.OracleTopK) -> Build:
     """Build what bounds another method: at its budget and with its tail, in the layers that read a
     choice of its, the best (or, by RandomTopK, any) lists of this granularity.
     """
@@ -144,7 +122,7 @@ def omnikv_at_bytes(build: Build) -> Build:
     layers and the tails.
     """
 
-    def at_bytes(facts: Facts, part: float) -> OmniKV | str:
+    def at_bytes(facts: Facts, part: float) -> engine.OmniKV | str:
         def resident(tokens: int) -> float:
             return device_share(
                 facts.llm, replace(build(facts, None), tokens=tokens), facts.capacity
@@ -248,26 +226,26 @@ def whole_chunks(llm: LLM, method: Method, length: int) -> int:
     return max(0, length - (needs.final_call or 0)) // llm.chunk * llm.chunk
 
 
-def whole_blocks(llm: LLM, method: QuoKA | XAttention, length: int) -> int:
+def whole_blocks(llm: LLM, method: engine.QuoKA | engine.XAttention, length: int) -> int:
     """Tokens of the whole chunks that are whole blocks too: cut there, no block chooses twice."""
     both = math.lcm(llm.chunk, method.block)
     return length // both * both
 
 
-def whole_tiles(llm: LLM, method: KascadeTiles, length: int) -> int:
+def whole_tiles(llm: LLM, method: engine.KascadeTiles, length: int) -> int:
     """As `whole_blocks`, of tiles."""
     both = math.lcm(llm.chunk, method.tile)
     return length // both * both
 
 
-def whole_segments(llm: LLM, method: H2OPlus | SnapKVPlus, length: int) -> int:
+def whole_segments(llm: LLM, method: engine.H2OPlus | engine.SnapKVPlus, length: int) -> int:
     """Tokens of the whole segments of a method that evicts while it reads."""
     segment = method.segment
     assert isinstance(segment, int)  # of a variant that was built
     return length // segment * segment
 
 
-def segments_of_budget(llm: LLM, method: SirLLM, length: int) -> int:
+def segments_of_budget(llm: LLM, method: engine.SirLLM, length: int) -> int:
     """Tokens of SirLLM's whole segments."""
     assert method.tokens is not None  # of a variant that was built
     segment = method.parts(method.tokens).segment
@@ -297,7 +275,7 @@ def streams(build: Build) -> Build:
     return at_bytes
 
 
-def infllm(facts: Facts, share: float, block: int = 0) -> InfLLM:
+def infllm(facts: Facts, share: float, block: int = 0) -> engine.InfLLM:
     """Build InfLLM: initial rows, window and blocks as 1 to 8 to 8, as in the OmniKV paper's
     LongBench setting (128, 1024, 8 blocks of 128). A larger budget reads more blocks, not larger
     ones. block: tokens of one, 0 for what the length says.
@@ -306,7 +284,7 @@ def infllm(facts: Facts, share: float, block: int = 0) -> InfLLM:
     block = block or block_size(facts.capacity)
     init, topk = rows // 17, max(1, rows * 8 // 17 // block)
     local = max(8, rows - init - topk * block)
-    return InfLLM(
+    return engine.InfLLM(
         block=block,
         init=init,
         local=local,
@@ -322,7 +300,7 @@ def infllm_within(part: float) -> Build:
     quarter of `part` of full attention's bytes.
     """
 
-    def build(facts: Facts, share: float) -> InfLLM:
+    def build(facts: Facts, share: float) -> engine.InfLLM:
         means = facts.llm.config.group / 2  # tokens' worth of K and V
         block = block_size(facts.capacity)
         while block < 128 and means / block > part / 4:
@@ -339,179 +317,177 @@ def block_size(length: int) -> int:
     return min(128, max(4, 1 << max(0, (length // 1024).bit_length() - 1)))
 
 
-def pod(facts: Facts, share: float) -> PodUntrained | str:
+def or_why(build: Build) -> Build:
+    """`build`, which returns why there is none where a model's own file is missing or unfit."""
+
+    @functools.wraps(build)
+    def made(*given: Any, **more: Any) -> Method | str:
+        try:
+            return build(*given, **more)  # type: ignore[no-any-return]
+        except (BadCheckpoint, SettingError) as error:
+            return str(error)
+
+    return made
+
+
+@or_why
+def pod(facts: Facts, share: float) -> engine.PodUntrained | str:
     """Build PoD: the proximal tokens are the share. Without blocks: how to make them."""
-    try:
-        blocks = read_blocks(facts.llm.folder)
-    except BadCheckpoint as error:
-        return str(error)
-    recent = max(1, round(share * facts.capacity) - PodUntrained.first)
-    return PodUntrained(blocks, recent=recent, forget=False)
+    blocks = read_blocks(facts.llm.folder)
+    recent = max(1, round(share * facts.capacity) - engine.PodUntrained.first)
+    return engine.PodUntrained(blocks, recent=recent, forget=False)
 
 
-def pod_snapkv(facts: Facts, share: float) -> PodSnapKV | str:
+def pod_snapkv(facts: Facts, share: float) -> engine.PodSnapKV | str:
     """Build PoD over what SnapKV keeps: the budget is the share, and so are the proximal tokens.
     Without blocks: how to make them.
     """
     near = pod(facts, share)
     if isinstance(near, str):
         return near
-    return PodSnapKV(share=share, forget=False, blocks=near.blocks, recent=near.recent)
+    return engine.PodSnapKV(share=share, forget=False, blocks=near.blocks, recent=near.recent)
 
 
 def filters(facts: Facts) -> tuple[int, ...] | None:
     """OmniKV's filter layers for the model, so that other methods choose in as many; None: none."""
     if facts.filters is not None:
         return facts.filters
-    method, _ = facts.llm.resolve_method(OmniKV())
-    return method.filter_layers if isinstance(method, OmniKV) else None
+    method, _ = facts.llm.resolve_method(engine.OmniKV())
+    return method.filter_layers if isinstance(method, engine.OmniKV) else None
 
 
-def kascade(facts: Facts, share: float, kind: type[Kascade] = Kascade) -> Kascade | str:
+@or_why
+def kascade(facts: Facts, share: float, kind: type[engine.Kascade] = engine.Kascade) -> Method:
     """Build Kascade at a share of the tokens. Without anchors: how to make them."""
-    try:
-        method = kind(head_map=Path(facts.llm.folder) / NAME, share=share, least=1)
-        facts.llm.resolve_method(method)
-    except SettingError as error:
-        return str(error)
+    method = kind(head_map=Path(facts.llm.folder) / NAME, share=share, least=1)
+    facts.llm.resolve_method(method)
     return method
 
 
-def hshare(facts: Facts, share: float) -> HShare | str:
+@or_why
+def hshare(facts: Facts, share: float) -> Method:
     """Build HShare at a share of the tokens, a quarter of them newest ones. Without a file of what
     is shared: how to make it.
     """
-    recent = max(1, min(HShare.recent, round(share * facts.capacity) // 4))
-    sinks = min(HShare.sinks, recent)
-    try:
-        path = Path(facts.llm.folder) / sharing.NAME
-        method = HShare(sharing=path, share=share, recent=recent, sinks=sinks)
-        facts.llm.resolve_method(method)
-    except SettingError as error:
-        return str(error)
+    recent = max(1, min(engine.HShare.recent, round(share * facts.capacity) // 4))
+    given = dict(share=share, recent=recent, sinks=min(engine.HShare.sinks, recent))
+    method = engine.HShare(sharing=Path(facts.llm.folder) / sharing.NAME, **given)
+    facts.llm.resolve_method(method)
     return method
 
 
-def duo(facts: Facts, part: float, forget: bool = False) -> Duo | str:
+@or_why
+def duo(facts: Facts, part: float, forget: bool = False) -> Method | str:
     """Build DuoAttention with the most retrieval heads whose K and V, those of streaming heads
     included, are at most `part` of full attention's. Without gates: how to make them.
     """
-    try:
-        method = Duo(gates=Path(facts.llm.folder) / "duo.json", forget=forget)
-        _, layers = facts.llm.resolve_method(method)
-    except SettingError as error:
-        return str(error)
-    heads = layers.num_layers * facts.llm.config.num_kv_heads
-    most = _most_heads(facts, heads, part, lambda n: replace(method, share=n / heads))
-    if most is None:
-        least = device_share(facts.llm, replace(method, share=0.0), facts.capacity)
-        return (
-            f"its streaming heads alone, {method.sinks} + {method.recent} tokens, take {least:.1%}"
-        )
-    return replace(method, share=most / heads)
+    method = engine.Duo(gates=Path(facts.llm.folder) / "duo.json", forget=forget)
+    few = f"its streaming heads alone, {method.sinks} + {method.recent} tokens, take"
+    return _most_heads(facts, part, method, "share", few)
 
 
-def razor(facts: Facts, part: float) -> Razor | str:
+@or_why
+def razor(facts: Facts, part: float) -> Method | str:
     """Build RazorAttention with the most retrieval heads, by induction, whose K and V, those of the
     others included, are at most `part` of full attention's; the others see a 20th of the text, 64
     tokens at least. Without scores: how to make them.
     """
-    try:
-        heads = Path(facts.llm.folder) / "razor.json"
-        method = Razor(heads=heads, recent=64, compression=20, echo=0.0)
-        _, layers = facts.llm.resolve_method(method)
-    except SettingError as error:
-        return str(error)
-    many = layers.num_layers * facts.llm.config.num_kv_heads
-    most = _most_heads(facts, many, part, lambda n: replace(method, induction=n / many))
-    if most is None:
-        least = device_share(facts.llm, replace(method, induction=0.0), facts.capacity)
-        return f"its heads of few tokens alone take {least:.1%}"
-    return replace(method, induction=most / many)
+    heads = Path(facts.llm.folder) / "razor.json"
+    method = engine.Razor(heads=heads, recent=64, compression=20, echo=0.0)
+    return _most_heads(facts, part, method, "induction", "its heads of few tokens alone take")
 
 
-def clusterkv(facts: Facts, share: float) -> ClusterKV:
+def clusterkv(facts: Facts, share: float) -> engine.ClusterKV:
     """Build ClusterKV with segments of a 16th of the text, 320 tokens at most: what waits for its
     segment is read beside the budget.
     """
-    segment = min(ClusterKV.segment, max(16, facts.capacity // 16))
-    return ClusterKV(share=share, segment=segment, per=min(ClusterKV.per, segment // 4))
+    segment = min(engine.ClusterKV.segment, max(16, facts.capacity // 16))
+    return engine.ClusterKV(
+        share=share, segment=segment, per=min(engine.ClusterKV.per, segment // 4)
+    )
 
 
-def em_llm(facts: Facts, share: float) -> EMLLM:
+def em_llm(facts: Facts, share: float) -> engine.EMLLM:
     """Build EM-LLM: first tokens, window and events as 1 to 4 to 12, of events as much smaller as
     the budget is, so that some tens of them fit into it.
     """
     rows = max(64, round(share * facts.capacity))
-    most = min(EMLLM.most, max(4, 1 << max(0, (rows // 16).bit_length() - 1)))
-    least = min(EMLLM.least, most // 2)
-    local, few = max(2 * most, rows * 4 // 17), min(EMLLM.representatives, least)
+    most = min(engine.EMLLM.most, max(4, 1 << max(0, (rows // 16).bit_length() - 1)))
+    least = min(engine.EMLLM.least, most // 2)
+    local, few = max(2 * most, rows * 4 // 17), min(engine.EMLLM.representatives, least)
     given = dict(sink=rows // 17, local=local, least=least, most=most, representatives=few)
     # the window does not grow with the text, which is shorter than the capacity by an answer
     beside = local / (facts.capacity * 7 // 8)
-    return EMLLM(share=max(share - beside, 1 / facts.capacity), **given)
+    return engine.EMLLM(share=max(share - beside, 1 / facts.capacity), **given)
 
 
-def retroinfer(facts: Facts, share: float) -> RetroInfer:
+def retroinfer(facts: Facts, share: float) -> engine.RetroInfer:
     """Build RetroInfer with segments of a 16th of the text, 8,192 tokens at most."""
-    segment = min(RetroInfer.segment, max(16, facts.capacity // 16))
-    return RetroInfer(share=share, segment=segment, per=min(RetroInfer.per, segment // 4))
+    segment = min(engine.RetroInfer.segment, max(16, facts.capacity // 16))
+    return engine.RetroInfer(
+        share=share, segment=segment, per=min(engine.RetroInfer.per, segment // 4)
+    )
 
 
-def pqcache(facts: Facts, share: float) -> PQCache:
+def pqcache(facts: Facts, share: float) -> engine.PQCache:
     """Build PQCache with centroids of the first half of the text, 2,048 tokens at most."""
-    train = min(PQCache.train, max(32, facts.capacity // 2))
-    return PQCache(share=share, train=train, bits=PQCache.bits if train >= 512 else 5)
+    train = min(engine.PQCache.train, max(32, facts.capacity // 2))
+    return engine.PQCache(share=share, train=train, bits=engine.PQCache.bits if train >= 512 else 5)
 
 
-def rocketkv(facts: Facts, share: float) -> RocketKV:
+def rocketkv(facts: Facts, share: float) -> engine.RocketKV:
     """Build RocketKV with a window and exact tokens of an answer of a 64th of the text, the
     published 32 and 128 at most, which are taken from its share, and pages of 16 tokens at most.
     """
     exact = max(1, facts.capacity // 64)
-    window, answer = min(RocketKV.window, exact), min(RocketKV.answer, exact)
-    page = min(RocketKV.page, max(1, facts.capacity // 128))
+    window, answer = min(engine.RocketKV.window, exact), min(engine.RocketKV.answer, exact)
+    page = min(engine.RocketKV.page, max(1, facts.capacity // 128))
     chosen = max(page, share * facts.capacity - max(window, answer)) / facts.capacity
-    return RocketKV(share=chosen, window=window, page=page, answer=answer)
+    return engine.RocketKV(share=chosen, window=window, page=page, answer=answer)
 
 
-def shadowkv(facts: Facts, share: float) -> ShadowKV:
+def shadowkv(facts: Facts, share: float) -> engine.ShadowKV:
     """Build ShadowKV with outliers and exact tokens of a 64th of the text each, the published 384
     and 256 at most, which are taken from its share.
     """
-    exact = min(ShadowKV.answer, max(ShadowKV.chunk, facts.capacity // 64))
-    outliers = min(ShadowKV.outliers, facts.capacity // 64 // ShadowKV.chunk)
-    beside = exact + outliers * ShadowKV.chunk
-    chosen = max(ShadowKV.chunk, share * facts.capacity - beside) / facts.capacity
-    recent = min(ShadowKV.recent, exact)
-    return ShadowKV(share=chosen, outliers=outliers, recent=recent, answer=exact)
+    exact = min(engine.ShadowKV.answer, max(engine.ShadowKV.chunk, facts.capacity // 64))
+    outliers = min(engine.ShadowKV.outliers, facts.capacity // 64 // engine.ShadowKV.chunk)
+    beside = exact + outliers * engine.ShadowKV.chunk
+    chosen = max(engine.ShadowKV.chunk, share * facts.capacity - beside) / facts.capacity
+    recent = min(engine.ShadowKV.recent, exact)
+    return engine.ShadowKV(share=chosen, outliers=outliers, recent=recent, answer=exact)
 
 
-def a2ats(facts: Facts, share: float) -> A2ATS:
+def a2ats(facts: Facts, share: float) -> engine.A2ATS:
     """Build A2ATS with a codebook of the first half of the text, 2,048 tokens at most."""
-    train = min(A2ATS.train, max(32, facts.capacity // 2))
-    return A2ATS(share=share, train=train, bits=A2ATS.bits if train >= 512 else 5)
+    train = min(engine.A2ATS.train, max(32, facts.capacity // 2))
+    return engine.A2ATS(share=share, train=train, bits=engine.A2ATS.bits if train >= 512 else 5)
 
 
-def magicpig(facts: Facts, share: float) -> MagicPIG:
+def magicpig(facts: Facts, share: float) -> engine.MagicPIG:
     """Build MagicPIG with the mean key of the first half of the text, 1,024 tokens at most."""
-    return MagicPIG(share=share, train=min(MagicPIG.train, max(32, facts.capacity // 2)))
+    return engine.MagicPIG(
+        share=share, train=min(engine.MagicPIG.train, max(32, facts.capacity // 2))
+    )
 
 
-def double_sparsity(facts: Facts, share: float) -> DoubleSparsity | str:
+@or_why
+def double_sparsity(facts: Facts, share: float) -> Method:
     """Build Double Sparsity; without channels: how to find them."""
-    try:
-        return DoubleSparsity(share=share, channels=Path(facts.llm.folder) / "double_sparsity.json")
-    except SettingError as error:
-        return str(error)
+    channels = Path(facts.llm.folder) / "double_sparsity.json"
+    return engine.DoubleSparsity(share=share, channels=channels)
 
 
-def _most_heads(
-    facts: Facts, heads: int, part: float, method: Callable[[int], Method]
-) -> int | None:
-    """The most whole heads, of so many, at which a method holds at most `part`; None: not at 0."""
+def _most_heads(facts: Facts, part: float, method: Method, of: str, few: str) -> Method | str:
+    """The method with the most whole heads, a share in the field `of`, at which it holds at most
+    `part`; `few` and what it holds without any where that is more.
+    """
+    _, layers = facts.llm.resolve_method(method)
+    heads = layers.num_layers * facts.llm.config.num_kv_heads
 
-    def fits(count: int) -> bool:
-        return device_share(facts.llm, method(count), facts.capacity) <= part
+    def held(count: int) -> float:
+        return device_share(facts.llm, replace(method, **{of: count / heads}), facts.capacity)
 
-    return largest(0, heads, fits) if fits(0) else None
+    if held(0) > part:
+        return f"{few} {held(0):.1%}"
+    return replace(method, **{of: largest(0, heads, lambda n: held(n) <= part) / heads})

@@ -3,6 +3,7 @@
 from collections import defaultdict
 
 from engine.base.figures import human
+from tools.common.page import table
 from tools.compare.claims import variant_of
 from tools.compare.distance import distances, shown
 from tools.compare.methods import CONTROLS
@@ -70,11 +71,7 @@ def points_of(records, rows, config, length):
 
 def equal_bytes(points):
     """Markdown table: methods by the bytes that a step reads."""
-    lines = [
-        "| method | a sparse layer reads | read per step | % of full | resident KV | % of full | "
-        "first questions | second questions | top-1 | KL | KL above its oracle |",
-        "|---" * 11 + "|",
-    ]
+    lines = []
     for point in points:
         shown = (
             point["label"] + (" (control)" if point["control"] else ""),
@@ -88,8 +85,11 @@ def equal_bytes(points):
             "" if point["kl"] is None else f"{point['kl']:.4f}",
             point["distance"],
         )
-        lines.append("| " + " | ".join(shown) + " |")
-    return lines
+        lines.append(shown)
+    head = "method | a sparse layer reads | read per step | % of full | resident KV | % of full | "
+    return table(
+        head + "first questions | second questions | top-1 | KL | KL above its oracle", lines
+    )
 
 
 def controls(records, length):
@@ -114,21 +114,22 @@ def controls(records, length):
                 continue
             right = by_question(here, label, 1)
             lines.append(
-                f"| {budget:g}% | {label} | {reads(rows_per_step(here))} | "
-                f"{paired([(key[:3], value) for key, value in right.items()]).share()} | "
-                f"{_points(against(right, full))} | "
-                f"{'' if label == own else _points(against(other, right))} | "
-                f"{_interval(here, 'same', 3)} | {_interval(here, 'kl', 4)} | "
-                f"{shown(far.get(label))} |"
+                (
+                    f"{budget:g}%",
+                    label,
+                    reads(rows_per_step(here)),
+                    paired([(key[:3], value) for key, value in right.items()]).share(),
+                    _points(against(right, full)),
+                    "" if label == own else _points(against(other, right)),
+                    _interval(here, "same", 3),
+                    _interval(here, "kl", 4),
+                    shown(far.get(label)),
+                )
             )
-    if not any(name in line for name in CONTROLS for line in lines):
+    if not any(name in line[1] for name in CONTROLS for line in lines):
         return []
-    return [
-        "| budget | method | a sparse layer reads | accuracy | against full | OmniKV against it | "
-        "top-1 | KL | KL above its oracle |",
-        "|---" * 9 + "|",
-        *lines,
-    ]
+    head = "budget | method | a sparse layer reads | accuracy | against full | OmniKV against it | "
+    return table(head + "top-1 | KL | KL above its oracle", lines)
 
 
 def _interval(records, key, places):

@@ -3,54 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from engine import (
-    A2SF,
-    H2O,
-    RKV,
-    AdaPyramid,
-    AdaSnapKV,
-    Delta,
-    ExpectedAttention,
-    FastGen,
-    Full,
-    H2OPlus,
-    InfiniGen,
-    KascadeTiles,
-    Keyformer,
-    KVzip,
-    LessIsMore,
-    LMInfinite,
-    Longformer,
-    MInference,
-    OmniKVHeads,
-    OmniKVTopP,
-    OracleTopK,
-    OracleTopP,
-    PyramidKV,
-    Quest,
-    QuoKA,
-    RandomEviction,
-    RandomEvictionAll,
-    RandomTopK,
-    RoCo,
-    Scissorhands,
-    SirLLM,
-    SnapKV,
-    SnapKVPlus,
-    SparQ,
-    StreamingLLM,
-    TidalDecode,
-    VaSE,
-    Window,
-    WindowRecompute,
-    XAttention,
-    ZigZagKV,
-)
+import engine
 from engine.base.errors import SettingError, UsageError
 from engine.methods.base import Method
 from engine.methods.controls.ablations import OmniKVPerLayer, OmniKVUnpacked
@@ -62,6 +20,7 @@ from tools.banks.registry import shown
 from tools.compare.at_read import at_read
 from tools.compare.at_tokens import at_tokens
 from tools.compare.build import (
+    Build,
     Entry,
     Facts,
     a2ats,
@@ -151,157 +110,172 @@ class Variant:
         return entry_of(self.name)
 
 
+def by_share(cls: Callable[..., Method], **settings: Any) -> Build:
+    """Build a method whose budget is a share of the tokens."""
+    return lambda facts, share: cls(share=share, **settings)
+
+
+def chooses(note: str, build: Build, granularity: str = "", **more: Any) -> Entry:
+    """An Entry for a method that keeps everything and reads what it chooses."""
+    return Entry(note, build, keeps_all, **dict(group="others", granularity=granularity) | more)
+
+
+def whole(note: str, build: Callable[[], Method], group: str = "others", **more: Any) -> Entry:
+    """An Entry for a method without a budget."""
+    return Entry(note, lambda facts, share: build(), group=group, budget=False, **more)
+
+
+def of_omnikv(
+    note: str, cls: type[Method] = engine.OmniKV, group: str = "t1", **more: Any
+) -> Entry:
+    """An Entry for OmniKV, or a variation of it, with budgets in bytes."""
+    build = omnikv(cls, **more)
+    return Entry(note, build, omnikv_at_bytes(build), group, granularity="layer")
+
+
+def bounds(note: str, cls: Callable[..., Method], granularity: str, **more: Any) -> Entry:
+    """An Entry that is told what to read."""
+    build = by_share(cls, granularity=granularity) if granularity != "layer" else by_share(cls)
+    return chooses(note, build, granularity, group="bounds", **more)
+
+
 REGISTRY: dict[str, Entry] = {
-    "full": Entry(
-        "full attention, what everything is compared with",
-        lambda facts, share: Full(),
-        budget=False,
-        sparse=False,
+    "full": whole(
+        "full attention, what everything is compared with", engine.Full, "t1", sparse=False
     ),
-    "omnikv": Entry("OmniKV, last-token selector", omnikv(), omnikv_at_bytes(omnikv())),
-    "omnikv_random": Entry(
-        "control: OmniKV with tokens drawn by chance, anew in every step",
-        omnikv(OmniKVRandom),
-        omnikv_at_bytes(omnikv(OmniKVRandom)),
-        group="controls",
+    "omnikv": of_omnikv("OmniKV, last-token selector"),
+    "omnikv_random": of_omnikv(
+        "control: OmniKV with tokens drawn by chance, anew in every step", OmniKVRandom, "controls"
     ),
-    "omnikv_newest": Entry(
-        "control: OmniKV with the newest tokens before the tail",
-        omnikv(OmniKVNewest),
-        omnikv_at_bytes(omnikv(OmniKVNewest)),
-        group="controls",
+    "omnikv_newest": of_omnikv(
+        "control: OmniKV with the newest tokens before the tail", OmniKVNewest, "controls"
     ),
     "omnikv_one": Entry(
         "control: OmniKV with one token", omnikv(OmniKVOne), group="controls", budget=False
     ),
-    "omnikv_uniform": Entry(
-        "OmniKV, uniform selector over 16 queries",
-        omnikv(selector="uniform"),
-        omnikv_at_bytes(omnikv(selector="uniform")),
+    "omnikv_uniform": of_omnikv("OmniKV, uniform selector over 16 queries", selector="uniform"),
+    "omnikv_exponential": of_omnikv(
+        "OmniKV, exponential selector over 16 queries", selector="exponential"
     ),
-    "omnikv_exponential": Entry(
-        "OmniKV, exponential selector over 16 queries",
-        omnikv(selector="exponential"),
-        omnikv_at_bytes(omnikv(selector="exponential")),
-    ),
-    "omnikv_residual": Entry(
+    "omnikv_residual": chooses(
         "OmniKV, a quarter of the budget drawn by chance to stand for what is not chosen",
         omnikv(residual="sample"),
-        keeps_all,
-        group="others",
+        "layer",
     ),
-    "omnikv_residual_tenth": Entry(
+    "omnikv_residual_tenth": chooses(
         "the same with a tenth of the budget",
         omnikv(residual="sample", residual_share=0.1),
-        keeps_all,
-        group="others",
+        "layer",
     ),
-    "omnikv_residual_half": Entry(
-        "the same with half of the budget",
-        omnikv(residual="sample", residual_share=0.5),
-        keeps_all,
-        group="others",
+    "omnikv_residual_half": chooses(
+        "the same with half of the budget", omnikv(residual="sample", residual_share=0.5), "layer"
     ),
-    "omnikv_unweighted": Entry(
+    "omnikv_unweighted": chooses(
         "control: a quarter of the budget drawn by chance, each token for itself",
         omnikv(residual="unweighted"),
-        keeps_all,
-        group="others",
+        "layer",
     ),
     "omnikv_per_layer": Entry(
         "OmniKV without sharing between layers (ablation)",
         omnikv(OmniKVPerLayer),
         streams(omnikv(OmniKVPerLayer)),
+        granularity="layer",
     ),
-    "brutal_offload": Entry(
+    "brutal_offload": whole(
         "exact attention, the last 20 layers in host memory (ablation)",
-        lambda facts, share: BrutalOffload(),
-        budget=False,
+        BrutalOffload,
+        "t1",
         reads="own",
         place="host",
         sparse=False,
     ),
-    "h2o": evicting("H2O, the newest tokens and the heavy hitters, half each", H2O, "t1", "own"),
+    "h2o": evicting(
+        "H2O, the newest tokens and the heavy hitters, half each", engine.H2O, "t1", "own"
+    ),
     "h2o_plus": evicting_while_reading(
         "H2O+, H2O that evicts while it reads, in segments of 500",
-        H2OPlus,
+        engine.H2OPlus,
         "t1",
         head=whole_segments,
     ),
     "streaming_llm": evicting_while_reading(
-        "StreamingLLM, 4 sinks and a window, in prefill too", StreamingLLM, "t1", StreamingLLM.sink
+        "StreamingLLM, 4 sinks and a window, in prefill too",
+        engine.StreamingLLM,
+        "t1",
+        engine.StreamingLLM.sink,
     ),
     "streaming_llm_trim": evicting(
         "the OmniKV paper's StreamingLLM: full prefill, then trimmed to 1% sinks and a window",
-        StreamingLLM,
+        engine.StreamingLLM,
         "t1",
         official=True,
     ),
-    "infllm": Entry(
+    "infllm": chooses(
         "InfLLM, blocks of the past by representative keys, its own prefill",
         infllm,
-        keeps_all,
+        group="t1",
         reads="own",
         within=infllm_within,
     ),
-    "em_llm": Entry(
+    "em_llm": chooses(
         "EM-LLM, events of the past that begin where a token surprises, and their neighbours",
         em_llm,
-        keeps_all,
+        "layer",
         reads="own",
-        group="others",
     ),
-    "minference": Entry(
+    "minference": chooses(
         "MInference, sparse prefill, full attention in answers",
-        lambda facts, share: MInference(share=share),
-        keeps_all,
+        by_share(engine.MInference),
+        group="t1",
         reads="own",
         sparse=False,
     ),
-    "quoka": Entry(
+    "quoka": chooses(
         "QuoKA, prompts by the keys that each chunk's least ordinary queries point at",
-        lambda facts, share: QuoKA(share=share),
-        keeps_all,
+        by_share(engine.QuoKA),
+        group="t1",
         reads="own",
         head=whole_blocks,
         sparse=False,
     ),
-    "xattention": Entry(
+    "xattention": whole(
         "XAttention, prompts by the blocks whose antidiagonals hold 90% of the attention",
-        lambda facts, share: XAttention(),
-        group="others",
-        budget=False,
+        engine.XAttention,
         reads="own",
         head=whole_blocks,
         sparse=False,
     ),
-    "snapkv": evicting("SnapKV, chosen by the prompt's last 32 queries", SnapKV),
+    "snapkv": evicting("SnapKV, chosen by the prompt's last 32 queries", engine.SnapKV),
     "snapkv_plus": evicting_while_reading(
         "SnapKV that evicts while it reads, in segments of 500",
-        partial(SnapKVPlus, segment=500),
+        partial(engine.SnapKVPlus, segment=500),
         head=whole_segments,
     ),
-    "pyramidkv": evicting("PyramidKV, SnapKV with budgets that fall with depth", PyramidKV),
-    "ada_snapkv": evicting("Ada-SnapKV, SnapKV with a budget per head", AdaSnapKV),
-    "ada_pyramid": evicting("Ada-Pyramid, both", AdaPyramid),
-    "keyformer": evicting("Keyformer, H2O with noise and temperature", Keyformer, reads="own"),
+    "pyramidkv": evicting("PyramidKV, SnapKV with budgets that fall with depth", engine.PyramidKV),
+    "ada_snapkv": evicting("Ada-SnapKV, SnapKV with a budget per head", engine.AdaSnapKV),
+    "ada_pyramid": evicting("Ada-Pyramid, both", engine.AdaPyramid),
+    "keyformer": evicting(
+        "Keyformer, H2O with noise and temperature", engine.Keyformer, reads="own"
+    ),
     "scissorhands": evicting(
         "Scissorhands, above average lately, dropped many at once",
-        Scissorhands,
+        engine.Scissorhands,
         reads="own",
         head=whole_chunks,
     ),
-    "a2sf": evicting("A2SF, H2O with forgetting", A2SF, reads="own"),
-    "roco": evicting("RoCo, small mean attention goes, large deviation stays", RoCo, reads="own"),
-    "zigzagkv": evicting("ZigZagKV, SnapKV with layer budgets by need", ZigZagKV),
+    "a2sf": evicting("A2SF, H2O with forgetting", engine.A2SF, reads="own"),
+    "roco": evicting(
+        "RoCo, small mean attention goes, large deviation stays", engine.RoCo, reads="own"
+    ),
+    "zigzagkv": evicting("ZigZagKV, SnapKV with layer budgets by need", engine.ZigZagKV),
     "expected_attention": evicting(
         "Expected Attention, chosen by the queries that are expected",
-        ExpectedAttention,
+        engine.ExpectedAttention,
         reads="own",
     ),
-    "kvzip": evicting("KVzip, chosen by repeating the context", KVzip),
-    "rkv": evicting("R-KV, attention less redundancy, in answers too", RKV),
-    "vase": evicting("VaSE, large values and a draw by attention, in answers too", VaSE),
+    "kvzip": evicting("KVzip, chosen by repeating the context", engine.KVzip),
+    "rkv": evicting("R-KV, attention less redundancy, in answers too", engine.RKV),
+    "vase": evicting("VaSE, large values and a draw by attention, in answers too", engine.VaSE),
     "duo": Entry(
         "DuoAttention, whole heads and streaming ones; gates from duo.json "
         "(tools.studies.duo_gates)",
@@ -310,11 +284,9 @@ REGISTRY: dict[str, Entry] = {
         reads="own",
         evicts=True,
     ),
-    "fastgen": Entry(
+    "fastgen": whole(
         "FastGen, each head what it looks at; no budget: 5% of the attention may go",
-        lambda facts, share: FastGen(),
-        group="others",
-        budget=False,
+        engine.FastGen,
         evicts=True,
     ),
     "razor": Entry(
@@ -322,214 +294,159 @@ REGISTRY: dict[str, Entry] = {
         "razor.json (tools.studies.razor_heads)",
         razor,
         razor,
-        group="others",
+        "others",
         evicts=True,
     ),
     EVICTION_CONTROL: evicting(
-        "control: evicts by chance, in prompt and answer", RandomEvictionAll, "controls"
+        "control: evicts by chance, in prompt and answer", engine.RandomEvictionAll, "controls"
     ),
-    PROMPT_KEPT: Entry(
+    PROMPT_KEPT: whole(
         "control: evicts by chance in the answer alone, of which 4 to 7 tokens stay",
-        lambda facts, share: RandomEviction(tokens=4, recent=2, every=4, forget=True),
-        group="controls",
-        budget=False,
+        partial(engine.RandomEviction, tokens=4, recent=2, every=4, forget=True),
+        "controls",
         evicts=True,
         sparse=False,  # a short answer loses nothing
     ),
     "window": evicting_while_reading(
-        "window attention, the newest tokens only, in prefill too", Window
+        "window attention, the newest tokens only, in prefill too", engine.Window
     ),
     "window_recompute": Entry(
         "the window encoded anew for every token, the oracle of streams; slow",
-        lambda facts, share: WindowRecompute(max(1, math.floor(share * facts.capacity))),
+        lambda facts, share: engine.WindowRecompute(max(1, math.floor(share * facts.capacity))),
         recomputes,
-        group="others",
+        "others",
         reads="own",
     ),
     "lm_infinite": evicting_while_reading(
         "LM-Infinite, 10 first tokens and a window, in prefill too",
-        LMInfinite,
-        sink=LMInfinite.sink,
+        engine.LMInfinite,
+        sink=engine.LMInfinite.sink,
     ),
     "longformer": evicting_while_reading(
-        "Longformer's mask, a window and a global first token, in prefill too", Longformer
+        "Longformer's mask, a window and a global first token, in prefill too", engine.Longformer
     ),
     "sirllm": evicting_while_reading(
         "SirLLM, 4 first tokens, the newest, and the most surprising, in prefill too",
-        SirLLM,
-        sink=SirLLM(share=0.5).smallest - 1,
+        engine.SirLLM,
+        sink=engine.SirLLM(share=0.5).smallest - 1,
         head=segments_of_budget,
     ),
-    "pod_untrained": Entry(
+    "pod_untrained": chooses(
         "PoD without its training; blocks from pod.json (tools.calibrate.pod_groups)",
         pod,
-        keeps_all,
-        group="others",
         reads="own",
     ),
     "pod_snapkv": Entry(
         "PoD without its training over what SnapKV keeps; blocks from pod.json",
         pod_snapkv,
         evicting_at_bytes(pod_snapkv),
-        group="others",
+        "others",
         reads="own",
         evicts=True,
     ),
-    "quest": Entry(
-        "Quest, pages of 16 by their extremes",
-        lambda facts, share: Quest(share=share),
-        keeps_all,
-        group="others",
+    "quest": chooses("Quest, pages of 16 by their extremes", by_share(engine.Quest), "kv_head"),
+    "clusterkv": chooses(
+        "ClusterKV, whole clusters of keys that point alike", clusterkv, "kv_head"
     ),
-    "clusterkv": Entry(
-        "ClusterKV, whole clusters of keys that point alike",
-        clusterkv,
-        keeps_all,
-        group="others",
+    "retroinfer": chooses(
+        "RetroInfer, the best clusters read, the next ones as a mean each", retroinfer, "kv_head"
     ),
-    "retroinfer": Entry(
-        "RetroInfer, the best clusters read, the next ones as a mean each",
-        retroinfer,
-        keeps_all,
-        group="others",
-    ),
-    "double_sparsity": Entry(
+    "double_sparsity": chooses(
         "Double Sparsity, by few channels found beforehand; from double_sparsity.json "
         "(tools.studies.heavy_channels)",
         double_sparsity,
-        keeps_all,
-        group="others",
+        "kv_head",
     ),
-    "pqcache": Entry(
-        "PQCache, by codes of a product quantiser",
-        pqcache,
-        keeps_all,
-        group="others",
-    ),
-    "rocketkv": Entry(
+    "pqcache": chooses("PQCache, by codes of a product quantiser", pqcache, "kv_head"),
+    "rocketkv": chooses(
         "RocketKV for several turns, pages of what a prompt's last queries keep",
         rocketkv,
-        keeps_all,
-        group="others",
+        "kv_head",
     ),
-    "shadowkv": Entry(
+    "shadowkv": chooses(
         "ShadowKV, chunks by their mean key; K of rank 160 at most, V from the bank",
         shadowkv,
-        keeps_all,
-        group="others",
+        "kv_head",
     ),
-    "sparq": Entry(
+    "sparq": chooses(
         "SparQ, by the quarter of the channels in which the query is largest",
-        lambda facts, share: SparQ(share=share),
-        keeps_all,
-        group="others",
+        by_share(engine.SparQ),
+        "kv_head",
     ),
-    "a2ats": Entry(
-        "A2ATS, by codes of keys without their positions",
-        a2ats,
-        keeps_all,
-        group="others",
-    ),
-    "infinigen": Entry(
+    "a2ats": chooses("A2ATS, by codes of keys without their positions", a2ats, "kv_head"),
+    "infinigen": chooses(
         "InfiniGen, what the layer before says by 30% of skewed columns, the budget at most",
-        lambda facts, share: InfiniGen(share=share),
-        keeps_all,
-        group="others",
+        by_share(engine.InfiniGen),
+        "kv_head",
     ),
-    "magicpig": Entry(
+    "magicpig": chooses(
         "MagicPIG, tokens drawn by hashes and weighed by their chance, the budget at most",
         magicpig,
-        keeps_all,
-        group="others",
+        "kv_head",
     ),
-    "tidaldecode": Entry(
+    "tidaldecode": chooses(
         "TidalDecode, two choosing layers, every query head its own",
-        lambda facts, share: TidalDecode(share=share),
-        keeps_all,
-        group="others",
+        by_share(engine.TidalDecode),
+        "query_head",
     ),
-    "oracle_topk": Entry(
+    "oracle_topk": bounds(
         "bound: the k tokens that a layer attends to most, one list for all heads",
-        lambda facts, share: OracleTopK(share=share),
-        keeps_all,
-        group="bounds",
-        granularity="layer",
+        engine.OracleTopK,
+        "layer",
     ),
-    "oracle_topk_kv_head": Entry(
-        "bound: the same by a list for each K/V head",
-        lambda facts, share: OracleTopK(share=share, granularity="kv_head"),
-        keeps_all,
-        group="bounds",
-        granularity="kv_head",
+    "oracle_topk_kv_head": bounds(
+        "bound: the same by a list for each K/V head", engine.OracleTopK, "kv_head"
     ),
-    "oracle_topk_query_head": Entry(
-        "bound: the same by a list for each query head",
-        lambda facts, share: OracleTopK(share=share, granularity="query_head"),
-        keeps_all,
-        group="bounds",
-        granularity="query_head",
+    "oracle_topk_query_head": bounds(
+        "bound: the same by a list for each query head", engine.OracleTopK, "query_head"
     ),
-    "oracle_topp": Entry(
+    "oracle_topp": bounds(
         "bound: per K/V head the fewest tokens with 95% of its attention, at most the budget",
-        lambda facts, share: OracleTopP(share=share),
-        keeps_all,
-        group="bounds",
-        granularity="kv_head",
+        engine.OracleTopP,
+        "kv_head",
     ),
-    "random_topk": Entry(
+    "random_topk": bounds(
         "control of the bounds: as many tokens by chance, one list for all heads",
-        lambda facts, share: RandomTopK(share=share),
-        keeps_all,
-        group="bounds",
-        granularity="layer",
+        engine.RandomTopK,
+        "layer",
         oracle="oracle_topk",
     ),
-    "omnikv_heads": Entry(
-        "OmniKV, filter layers choose one list per K/V head",
-        omnikv(OmniKVHeads),
-        keeps_all,
-        group="others",
+    "omnikv_heads": chooses(
+        "OmniKV, filter layers choose one list per K/V head", omnikv(engine.OmniKVHeads), "kv_head"
     ),
-    "kascade": Entry(
+    "kascade": chooses(
         "Kascade, anchors choose per K/V head, a head map leads to their lists; from kascade.json "
         "(tools.calibrate.anchors)",
         kascade,
-        keeps_all,
-        group="others",
+        "kv_head",
     ),
-    "kascade_tiles": Entry(
+    "kascade_tiles": chooses(
         "Kascade in prompts too: 128 queries choose together; from kascade.json "
         "(tools.calibrate.anchors)",
-        partial(kascade, kind=KascadeTiles),
-        keeps_all,
-        group="others",
+        partial(kascade, kind=engine.KascadeTiles),
         reads="own",
         head=whole_tiles,
     ),
-    "hshare": Entry(
+    "hshare": chooses(
         "HShare, lists per K/V head that layers, heads and two steps share; from hshare.json "
         "(tools.calibrate.sharing)",
         hshare,
-        keeps_all,
-        group="others",
+        "kv_head",
     ),
-    "less_is_more": Entry(
+    "less_is_more": chooses(
         "LessIsMore, the union of what heads name in OmniKV's filter layers",
-        lambda facts, share: LessIsMore(share=share, layers=filters(facts)),
-        keeps_all,
-        group="others",
+        lambda facts, share: engine.LessIsMore(share=share, layers=filters(facts)),
+        "layer",
     ),
-    "omnikv_top_p": Entry(
+    "omnikv_top_p": chooses(
         "OmniKV, as many tokens as hold 90% of the attention, the budget at most",
-        omnikv(OmniKVTopP, least=1),
-        keeps_all,
-        group="others",
+        omnikv(engine.OmniKVTopP, least=1),
+        "layer",
     ),
-    "delta": Entry(
+    "delta": chooses(
         "DELTA, pages of 16 by the attention of OmniKV's filter layers",
-        lambda facts, share: Delta(share=share, layers=filters(facts)),
-        keeps_all,
-        group="others",
+        lambda facts, share: engine.Delta(share=share, layers=filters(facts)),
+        "layer",
     ),
     "omnikv_unpacked": Entry(
         "OmniKV with layers that load one by one, over host memory (ablation)",
@@ -546,54 +463,27 @@ REGISTRY: dict[str, Entry] = {
         head=whole_chunks,
     ),
 }
-
-# what chooses, the granularity of its lists, and after whom its oracle is called: those with the
-# same layers, tail and granularity have one
-CHOOSING = {
-    "omnikv": ("layer", "omnikv"),
-    "omnikv_random": ("layer", "omnikv"),
-    "omnikv_newest": ("layer", "omnikv"),
-    "omnikv_uniform": ("layer", "omnikv"),
-    "omnikv_exponential": ("layer", "omnikv"),
-    "omnikv_residual": ("layer", "omnikv"),
-    "omnikv_residual_tenth": ("layer", "omnikv"),
-    "omnikv_residual_half": ("layer", "omnikv"),
-    "omnikv_unweighted": ("layer", "omnikv"),
-    "omnikv_per_layer": ("layer", "omnikv_per_layer"),
-    "quest": ("kv_head", "quest"),
-    "tidaldecode": ("query_head", "tidaldecode"),
-    "omnikv_heads": ("kv_head", "omnikv_heads"),
-    "rocketkv": ("kv_head", "rocketkv"),
-    "shadowkv": ("kv_head", "shadowkv"),
-    "sparq": ("kv_head", "sparq"),
-    "double_sparsity": ("kv_head", "double_sparsity"),
-    "clusterkv": ("kv_head", "clusterkv"),
-    "em_llm": ("layer", "em_llm"),
-    "retroinfer": ("kv_head", "retroinfer"),
-    "pqcache": ("kv_head", "pqcache"),
-    "a2ats": ("kv_head", "a2ats"),
-    "infinigen": ("kv_head", "infinigen"),
-    "magicpig": ("kv_head", "magicpig"),
-    "delta": ("layer", "delta"),
-    "omnikv_top_p": ("layer", "omnikv_top_p"),
-    "kascade": ("kv_head", "kascade"),
-    "hshare": ("kv_head", "hshare"),
-    "less_is_more": ("layer", "less_is_more"),
-}
+# whose oracle is omnikv's: the same layers, tail and granularity
+LIKE_OMNIKV = (
+    "omnikv",
+    *("omnikv_random", "omnikv_newest", "omnikv_uniform", "omnikv_exponential"),
+    *("omnikv_residual", "omnikv_residual_tenth", "omnikv_residual_half", "omnikv_unweighted"),
+)
 
 
-def bounded(name: str, granularity: str, whose: str) -> None:
+def bounded(name: str) -> None:
     """Give a method of the table the oracle of its granularity, and put that into the table."""
-    entry, oracle = REGISTRY[name], f"oracle_{whose}"
-    REGISTRY[name] = replace(entry, granularity=granularity, oracle=oracle)
+    entry, whose = REGISTRY[name], "omnikv" if name in LIKE_OMNIKV else name
+    granularity, oracle = entry.granularity, f"oracle_{whose}"
+    REGISTRY[name] = replace(entry, oracle=oracle)
     note = f"bound: the best lists per {granularity.replace('_', ' ')} in {whose}'s layers"
     build = bound(REGISTRY[whose].build, granularity)
-    given: dict[str, Any] = dict(group="bounds", granularity=granularity, of=REGISTRY[whose])
-    REGISTRY.setdefault(oracle, Entry(note, build, keeps_all, **given))
+    bounding = chooses(note, build, granularity, group="bounds", of=REGISTRY[whose])
+    REGISTRY.setdefault(oracle, bounding)
 
 
-for _name, _choice in CHOOSING.items():
-    bounded(_name, *_choice)
+for _name in [name for name, row in REGISTRY.items() if row.granularity and row.group != "bounds"]:
+    bounded(_name)
 
 
 def entry_of(name: str) -> Entry:

@@ -2,6 +2,7 @@
 
 import math
 
+from tools.common.page import pyplot, saved
 from tools.compare.stats import DEPTH_BINS
 
 # one piece of evidence at one depth
@@ -12,11 +13,8 @@ def depth_plot(rows, folder):
     """Path of depth.png in `folder`, of the first questions; None without them or without
     matplotlib.
     """
-    try:
-        import matplotlib
-    except ImportError:
+    if pyplot() is None:
         return None
-    matplotlib.use("Agg")
     first = [row for row in rows if row["turn"] == 1]
     if not first:
         return None
@@ -32,8 +30,6 @@ def depth_maps(rows, path, title):
     """Accuracy by depth (down) and length (across), a map per method at the largest budget that it
     ran with, of token shares where there are some.
     """
-    from matplotlib import pyplot
-
     largest = {}
     by_share = any(row["kind"] == "share" for row in rows)
     for row in rows:
@@ -49,7 +45,7 @@ def depth_maps(rows, path, title):
     )
     across = min(6, len(variants))
     down = -(-len(variants) // across)
-    figure, axes = pyplot.subplots(
+    figure, axes = pyplot().subplots(
         down, across, figsize=(1.9 * across + 0.8, 2.0 * down + 0.6), squeeze=False
     )
     image = None
@@ -75,9 +71,7 @@ def depth_maps(rows, path, title):
     figure.colorbar(image, cax=figure.add_axes((0.945, 0.15, 0.012, 0.7))).ax.tick_params(
         labelsize=6
     )
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return path
+    return saved(figure, path, 120)
 
 
 def _share(rows, variant, length, depth):

@@ -3,6 +3,8 @@ the bytes that a method holds, or against those that a step reads where no budge
 bytes. A panel per method, with full attention, OmniKV and the control by chance in each.
 """
 
+from tools.common.page import pyplot, saved
+
 TICKS = (1, 2, 3, 5, 10, 20, 30, 50, 75, 100)  # per cent
 OMNIKV, EVICTS, CHOOSES, CONTROL, FULL = "#c0392b", "#1f5fa8", "#2e7d32", "#7f7f7f", "black"
 ACROSS = 4  # panels beside each other
@@ -14,11 +16,8 @@ def plot_bytes(at_bytes, folder):
     """Paths of first-LENGTH.png and second-LENGTH.png in `folder`, for each length of
     {length: points_of}; none without matplotlib.
     """
-    try:
-        import matplotlib
-    except ImportError:
+    if pyplot() is None:
         return []
-    matplotlib.use("Agg")
     paths = []
     for length, points in at_bytes.items():
         at_resident = any(point["kind"] == "mem" for point in points)
@@ -34,8 +33,6 @@ def plot_bytes(at_bytes, folder):
 
 def by_bytes(points, turn, share, length, path):
     """One question's figure: accuracy with its 95% interval by bytes in % of full attention's."""
-    from matplotlib import pyplot
-
     panels = {}
     for point in points:
         if _family(point):
@@ -43,7 +40,7 @@ def by_bytes(points, turn, share, length, path):
     names = sorted(panels, key=lambda name: (not name.startswith("omnikv"), name))
     across = min(ACROSS, len(names))
     down = -(-len(names) // across)
-    figure, axes = pyplot.subplots(
+    figure, axes = pyplot().subplots(
         down,
         across,
         figsize=(3.5 * across, 2.6 * down + 0.7),
@@ -69,9 +66,7 @@ def by_bytes(points, turn, share, length, path):
         f"{turn} questions, {length:,} tokens (all tasks; shaded and bars: 95% intervals)",
         fontsize=11,
     )
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
-    return path
+    return saved(figure, path, 100)
 
 
 def _family(point):

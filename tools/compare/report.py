@@ -5,6 +5,7 @@ both turns by task, agreement, costs and bytes, depths; as Markdown and JSON.
 import json
 
 from engine.base.figures import human
+from tools.common.page import table
 from tools.compare.banks import over_banks
 from tools.compare.claims import findings
 from tools.compare.distance import distances, nearer_to_the_oracle, shown
@@ -158,10 +159,7 @@ def _about(config):
 def _accuracy(rows, labels, turn):
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     by = {(row["variant"], row["task"]): row for row in rows if row["turn"] == turn}
-    lines = [
-        "| method | a sparse layer reads | answers | " + " | ".join(tasks) + " | mean |",
-        "|---" * (len(tasks) + 4) + "|",
-    ]
+    lines = []
     for label in labels:
         found = [by.get((label, task)) for task in tasks]
         if not any(found):
@@ -173,17 +171,12 @@ def _accuracy(rows, labels, turn):
         asked = [c["asked"] for c in found if c]
         count = f"{min(asked)}" if min(asked) == max(asked) else f"{min(asked)}-{max(asked)}"
         budget = reads(pooled([c for c in found if c]))
-        lines.append(f"| {label} | {budget} | {count} | " + " | ".join(shown) + f" | {mean} |")
-    return lines
+        lines.append((label, budget, count, *shown, mean))
+    return table(["method", "a sparse layer reads", "answers", *tasks, "mean"], lines)
 
 
 def _costs(rows, labels, config, length, far):
-    lines = [
-        "| method | a sparse layer reads | reads prompts | top-1 | KL | above its oracle | "
-        "tokens | ms per token | prompt s | read per step | over the link | resident KV "
-        "| % of full | metadata | buffers | host | peak |",
-        "|---" * 17 + "|",
-    ]
+    lines = []
     for label in labels:
         facts = config["variants"][label].get(str(length))
         found = [row for row in rows if row["variant"] == label]
@@ -209,8 +202,12 @@ def _costs(rows, labels, config, length, far):
             f"{100 * held['resident']:.1f}",
             *(_size(held[part]) for part in ("metadata", "buffers", "host", "peak")),
         )
-        lines.append(f"| {label} | {reads(every)} | {prompts} | " + " | ".join(line) + " |")
-    return lines
+        lines.append((label, reads(every), prompts, *line))
+    head = (
+        "method | a sparse layer reads | reads prompts | top-1 | KL | above its oracle | tokens | "
+    )
+    head += "ms per token | prompt s | read per step | over the link | resident KV | % of full | "
+    return table(head + "metadata | buffers | host | peak", lines)
 
 
 def _out_of_reach(config, length):
@@ -231,13 +228,7 @@ def _size(count: float | None) -> str:
 
 
 def _depths(rows):
-    bins = " | ".join(f"{i / DEPTH_BINS:.1f}-{(i + 1) / DEPTH_BINS:.1f}" for i in range(DEPTH_BINS))
-    lines = [
-        "## First questions by depth of the evidence, all tasks",
-        "",
-        f"| method | tokens | {bins} |",
-        "|---" * (DEPTH_BINS + 2) + "|",
-    ]
+    bins = [f"{i / DEPTH_BINS:.1f}-{(i + 1) / DEPTH_BINS:.1f}" for i in range(DEPTH_BINS)]
     groups = {}
     for row in rows:
         if row["turn"] == 1:
@@ -249,13 +240,12 @@ def _depths(rows):
             ):
                 total[0] += right
                 total[1] += asked
-    for (label, length), found in groups.items():
-        lines.append(
-            f"| {label} | {length:,} | "
-            + " | ".join(f"{r / n:.2f} ({n})" if n else "" for r, n in found)
-            + " |"
-        )
-    return lines
+    lines = [
+        (label, f"{length:,}", *(f"{r / n:.2f} ({n})" if n else "" for r, n in found))
+        for (label, length), found in groups.items()
+    ]
+    title = "## First questions by depth of the evidence, all tasks"
+    return [title, "", *table(["method", "tokens", *bins], lines)]
 
 
 def write(records, config, folder):

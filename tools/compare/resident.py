@@ -5,6 +5,7 @@ and OmniKV's sparse layers lie in host memory.
 """
 
 from engine.base.figures import human
+from tools.common.page import table
 from tools.compare.claims import FAILS, HOLDS, NOT_RUN, UNDECIDED, Check, Finding
 from tools.compare.methods import PROMPT_KEPT
 from tools.compare.stats import paired, question_of
@@ -29,11 +30,7 @@ def at_resident(points):
     if not any(point["kind"] == "mem" for point in kept):
         return []
     kept.sort(key=lambda p: (p["budget"], p["kind"] != "mem", p["control"], _first(p), p["name"]))
-    lines = [
-        "| budget | method | resident KV | % of full | in answers | first questions | "
-        "second questions | KL | top-1 | CPU ms | peak |",
-        "|---" * 11 + "|",
-    ]
+    lines = []
     for point in kept:
         alone = point["alone"]
         shown = (
@@ -48,8 +45,10 @@ def at_resident(points):
             "" if alone is None else f"{alone['cpu_ms']:.1f}",
             "" if alone is None else human(alone["peak"]),
         )
-        lines.append("| " + " | ".join(shown) + " |")
-    return [*lines, "", NOTE]
+        lines.append(shown)
+    head = "budget | method | resident KV | % of full | in answers | first questions | "
+    head += "second questions | KL | top-1 | CPU ms | peak"
+    return [*table(head, lines), "", NOTE]
 
 
 def _first(point):

@@ -23,6 +23,7 @@ from engine.model.config.config import ModelConfig
 from engine.model.tensors import ignored, targets
 from kernels.quant.matrix import blocks
 from kernels.quant.rounding import LEVELS, SHARES, to_int8
+from tools.common import page
 from tools.common.arguments import command
 from tools.common.program import guarded, progress, say
 from tools.convert.folder import require_room, whole_or_absent
@@ -227,11 +228,8 @@ def table(errors: dict[str, float]) -> str:
         number, _, part = name.removeprefix("model.layers.").partition(".")
         layers.setdefault(number, {})[part.split(".")[-2].removesuffix("_proj")] = error
     names = list(next(iter(layers.values())))
-    lines = ["| layer | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for number, found in layers.items():
-        cells = " | ".join(f"{100 * found[name]:.2f}%" for name in names)
-        lines.append(f"| {number} | {cells} |")
-    return "\n".join(lines)
+    rows = ((n, *(f"{100 * found[name]:.2f}%" for name in names)) for n, found in layers.items())
+    return "\n".join(page.table(["layer", *names], rows))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

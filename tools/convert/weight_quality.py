@@ -21,6 +21,7 @@ import torch
 
 from engine import LLM, Full
 from engine.base.errors import UsageError
+from tools.common import page
 from tools.common.arguments import command
 from tools.common.documents import KINDS, REAL, texts
 from tools.common.program import (
@@ -115,17 +116,13 @@ def _follow(reference: LLM, others: Sequence[LLM], rows: Sequence[Tally], tokens
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A Markdown table of the rows."""
-    lines = [
-        "| weights | dtype | MB | KL, nats a token | 99% below | same likeliest | perplexity |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = "weights | dtype | MB | KL, nats a token | 99% below | same likeliest | perplexity"
+    cells = []
     for row in rows:
-        lines.append(
-            f"| {row['weights']} | {row['dtype']} | {row['bytes'] / 1e6:.0f} | {row['kl']:.5f} | "
-            f"{row['kl_99']:.4f} | {row['agreement']:.2%} | {row['perplexity']:.3f} "
-            f"({row['reference_perplexity']:.3f}) |"
-        )
-    return "\n".join(lines)
+        surprise = f"{row['perplexity']:.3f} ({row['reference_perplexity']:.3f})"
+        apart = f"{row['kl']:.5f}", f"{row['kl_99']:.4f}", f"{row['agreement']:.2%}", surprise
+        cells.append((row["weights"], row["dtype"], f"{row['bytes'] / 1e6:.0f}", *apart))
+    return "\n".join(page.table(head, cells))
 
 
 def add_text_arguments(parser: argparse.ArgumentParser, length: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.common.page import pyplot, saved
 from tools.compare.methods import CONTROLS
 
 FLOOR = 1e-4  # nats: what is less is drawn here
@@ -15,10 +16,6 @@ OMNIKV, CONTROL, OTHER = "omnikv", "control", "other"
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> bool:
     """Draw `row`s of tools/fidelity/report.py; False without matplotlib or anything to draw."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
     whole = {found["length"]: set(found["kinds"]) for found in rows if found["name"] == "full"}
     drawn = [
         found
@@ -26,14 +23,13 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> bool:
         # a column that has not seen every kind of text would lie beside others by luck
         if found["name"] != "full" and set(found["kinds"]) == whole.get(found["length"])
     ]
-    if not drawn:
+    if not drawn or pyplot() is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     lengths = sorted({found["length"] for found in drawn})
     width = 4.4 * len(lengths) + 2.6
-    figure, axes = pyplot.subplots(1, len(lengths), figsize=(width, 5), sharey=True, squeeze=False)
+    figure, axes = pyplot().subplots(
+        1, len(lengths), figsize=(width, 5), sharey=True, squeeze=False
+    )
     styles = _styles([_series(found) for found in drawn])
     for axis, length in zip(axes.flat, lengths):
         lines: dict[tuple, list] = defaultdict(list)
@@ -56,9 +52,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> bool:
     }
     figure.tight_layout(rect=(0, 0, 1 - 2.5 / width, 1))
     figure.legend(entries.values(), entries.keys(), loc="center right", fontsize=6)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return True
+    return bool(saved(figure, path))
 
 
 def _series(found: Mapping[str, Any]) -> tuple[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.common import page
 from tools.common.documents import KINDS
 from tools.common.intervals import Interval
 from tools.common.program import replace_json, replace_text
@@ -118,14 +119,6 @@ def _number(value: float | None, form: str = ".0f") -> str:
     return "" if value is None else f"{value:{form}}"
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    return [
-        "| " + " | ".join(head) + " |",
-        "|---" * len(head) + "|",
-        *("| " + " | ".join(line) + " |" for line in lines),
-    ]
-
-
 def _cost(found: Mapping[str, Any]) -> list[str]:
     share = "" if found["share"] is None else f" ({100 * found['share']:.0f}%)"
     return [
@@ -155,11 +148,11 @@ def _text_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     head = ["column", "chosen", "rows", "MB a step", "texts", "KL", "top-1"]
     head += [f"KL {kind}" for kind in kinds]
     head += ["mass kept", "its oracle's", "its choice loses"] if mass else []
-    return _table(head, lines)
+    return page.table(head, lines)
 
 
 def _answer_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return _table(
+    return page.table(
         ["column", "MB a step", "texts", "KL", "top-1", "same"],
         [
             [
@@ -177,7 +170,7 @@ def _answer_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _verdict_table(found: Sequence[stats.Verdict]) -> list[str]:
     names = [name.removeprefix("omnikv_") for name in stats.CONTROLS]
-    return _table(
+    return page.table(
         ["column", *names, "verdict"],
         [
             [
@@ -199,7 +192,7 @@ def _needle_table(groups: Groups) -> list[str]:
             share = f"{right / asked:.2f} [{low:.2f}, {high:.2f}]" if asked else ""
             line.append(f"{right} of {asked}: {share}")
         lines.append(line)
-    return _table(["column", "askable", "all"], lines)
+    return page.table(["column", "askable", "all"], lines)
 
 
 def markdown(
@@ -250,7 +243,7 @@ def write(
     folder: Path,
 ) -> str:
     """Write report.md, summary.json and kl.png (where matplotlib is there); returns the page."""
-    page, rows = markdown(records, about, skipped), rows_of(records)
+    said, rows = markdown(records, about, skipped), rows_of(records)
     summary = {
         "about": dict(about),
         "rows": [_plain(found) for found in rows],
@@ -264,11 +257,11 @@ def write(
         ],
     }
     if plot([found for found in rows if found["stream"] == "text"], folder / "kl.png"):
-        page += "\n![KL against bytes read per step](kl.png)\n"
+        said += "\n![KL against bytes read per step](kl.png)\n"
     for length in sorted({r["length"] for r in records}):
         path = folder / f"equal-{length}.png"
         if equal_plot.plot(points(records, length), length, path):
-            page += f"\n![KL at equal bytes read, {length:,} tokens]({path.name})\n"
+            said += f"\n![KL at equal bytes read, {length:,} tokens]({path.name})\n"
     replace_json(folder / "summary.json", summary)
-    replace_text(folder / "report.md", page)
-    return page
+    replace_text(folder / "report.md", said)
+    return said

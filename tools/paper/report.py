@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tools.common import page
 from tools.paper.table import Rows, Table
 from tools.paper.values import Value
 
@@ -47,10 +48,7 @@ def _rows(table: Table, figures: Rows, values: Sequence[Value], same: bool) -> l
     paper = {(m, c): value for m, row in figures.items() for c, value in row.items()}
     columns = dict.fromkeys(c for _, c in ours) or dict.fromkeys(c for _, c in paper)
     methods = dict.fromkeys(m for m, _ in [*ours, *paper])
-    lines = [
-        f"| {table.unit} | method | ours | paper | difference | beside full | paper beside full |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
+    lines = []
     for column in columns:
         for method in methods:
             own, theirs = ours.get((method, column)), paper.get((method, column))
@@ -70,9 +68,11 @@ def _rows(table: Table, figures: Rows, values: Sequence[Value], same: bool) -> l
                 _signed(apart, places),
                 *(_signed(x, places) if not isinstance(x, str) else x for x in beside),
             )
-            lines.append("| " + " | ".join(shown) + " |")
+            lines.append(shown)
     rest = [c for c in dict.fromkeys(c for _, c in paper) if c not in columns]
-    return lines + (_not_run(figures, rest, places) if rest else [])
+    head = f"{table.unit} | method | ours | paper | difference | beside full | paper beside full"
+    found = page.table(head, lines, "---:")
+    return found + (_not_run(figures, rest, places) if rest else [])
 
 
 def _whole(method: str, methods: Iterable[str]) -> str:
@@ -83,12 +83,11 @@ def _whole(method: str, methods: Iterable[str]) -> str:
 
 def _not_run(figures: Rows, columns: Sequence[str], places: int) -> list[str]:
     """The paper's columns that nothing here stands beside."""
-    lines = ["", "In the paper, not run here", "", "| method | " + " | ".join(columns) + " |"]
-    lines.append("|---" + "|---:" * len(columns) + "|")
-    for method, row in figures.items():
-        shown = [f"{row[c]:.{places}f}" if c in row else "" for c in columns]
-        lines.append(f"| {method} | " + " | ".join(shown) + " |")
-    return lines
+    rows = [
+        (method, *(f"{row[c]:.{places}f}" if c in row else "" for c in columns))
+        for method, row in figures.items()
+    ]
+    return ["", "In the paper, not run here", "", *page.table(["method", *columns], rows, "---:")]
 
 
 def _plain(table: Table, values: Sequence[Value]) -> list[str]:
@@ -98,11 +97,9 @@ def _plain(table: Table, values: Sequence[Value]) -> list[str]:
     methods, columns = (list(dict.fromkeys(key[i] for key in ours)) for i in (0, 1))
     across = len(methods) <= len(columns)
     down, over = (columns, methods) if across else (methods, columns)
-    lines = [f"| {table.unit} | " + " | ".join(over) + " |", "|---" + "|---:" * len(over) + "|"]
-    for row in down:
-        keys = [(name, row) if across else (row, name) for name in over]
-        lines.append(f"| {row} | " + " | ".join(ours.get(key, "") for key in keys) + " |")
-    return lines
+    keys = {row: [(name, row) if across else (row, name) for name in over] for row in down}
+    rows = [(row, *(ours.get(key, "") for key in found)) for row, found in keys.items()]
+    return page.table([table.unit, *over], rows, "---:")
 
 
 def _own(value: Value, places: int) -> str:

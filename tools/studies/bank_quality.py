@@ -22,6 +22,7 @@ from engine import LLM, Full, OmniKV
 from engine.base.errors import UsageError
 from engine.session.session import Session
 from kernels.rows.forms import DTYPES, FORMS, Side
+from tools.common import page
 from tools.common.arguments import command
 from tools.common.documents import texts
 from tools.common.program import guarded, model_label, progress, replace_json, require_writable, say
@@ -124,19 +125,15 @@ def _follow(
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A Markdown table of the rows."""
-    lines = [
-        "| bank | method | KL, nats a token | 99% below | same likeliest | same selection | "
-        "perplexity |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = "bank | method | KL, nats a token | 99% below | same likeliest | "
+    head += "same selection | perplexity"
+    cells = []
     for row in rows:
         chosen = "-" if row["selections"] is None else f"{row['selections']:.2%}"
-        lines.append(
-            f"| {row['bank']} | {row['method']} | {row['kl']:.6f} | {row['kl_99']:.5f} | "
-            f"{row['agreement']:.2%} | {chosen} | {row['perplexity']:.3f} "
-            f"({row['reference_perplexity']:.3f}) |"
-        )
-    return "\n".join(lines)
+        apart = f"{row['kl']:.6f}", f"{row['kl_99']:.5f}", f"{row['agreement']:.2%}", chosen
+        surprise = f"{row['perplexity']:.3f} ({row['reference_perplexity']:.3f})"
+        cells.append((row["bank"], row["method"], *apart, surprise))
+    return "\n".join(page.table(head, cells))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

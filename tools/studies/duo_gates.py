@@ -29,6 +29,7 @@ from engine.methods.tables.head_table import facts_of
 from engine.model.llama import Llama, post_attention, pre_attention, rms_norm
 from engine.model.rope import Rotary
 from tools.common.arguments import add_flags, command
+from tools.common.page import table
 from tools.common.program import guarded, replace_json, replace_text, require_writable, say
 from tools.tasks.prompts import common_start, completed, token_counter
 from tools.tasks.sample import make_sample
@@ -224,10 +225,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     part = out.with_name(out.name + ".part")
     state = begun_state(part, key, config.num_layers, config.num_kv_heads)
     learn(args, llm, state, part, key)
-    print(f"| layer | {' | '.join(f'head {i}' for i in range(config.num_kv_heads))} |")
-    print("|---" * (config.num_kv_heads + 1) + "|")
-    for layer, row in enumerate(state.gates.tolist()):
-        print(f"| {layer} | {' | '.join(f'{gate:.3f}' for gate in row)} |")
+    heads = [f"head {i}" for i in range(config.num_kv_heads)]
+    shown = ((n, *(f"{x:.3f}" for x in row)) for n, row in enumerate(state.gates.tolist()))
+    print("\n".join(table(["layer", *heads], shown)))
     gates = tuple(tuple(round(gate, 4) for gate in row) for row in state.gates.tolist())
     more = {"fingerprint": fingerprint(llm.folder), "settings": settings}
     more["made_by"] = f"tools.studies.duo_gates {VERSION}"

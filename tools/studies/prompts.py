@@ -26,6 +26,7 @@ from engine.methods.prompts import quoka
 from engine.plan.prefill_time import PrefillFlops
 from kernels.launch.isa import isa
 from tools.bench.header import commit
+from tools.common import page
 from tools.common.arguments import add_flags, command
 from tools.common.documents import texts
 from tools.common.intervals import Interval, over_texts
@@ -137,10 +138,7 @@ def measured(llm: LLM, args: argparse.Namespace) -> dict[str, list[dict[str, Any
 def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     """One row a method: time and operations beside dense prefill's, loss above it and KL."""
     dense = found["dense"]
-    lines = [
-        "| prompt | seconds | of dense | operations, of dense | nats a token | above dense | KL |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    lines = []
 
     def mean(rows: list[dict[str, Any]], of: Callable[[int, dict], torch.Tensor]) -> Interval:
         each = ((r["text"], float(of(i, r).sum()), len(r["loss"])) for i, r in enumerate(rows))
@@ -162,8 +160,9 @@ def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
             above.shown("+.3f"),
             kl.shown(".4f"),
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        lines.append(cells)
+    head = "prompt | seconds | of dense | operations, of dense | nats a token | above dense | KL"
+    return page.table(head, lines, "---:")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -183,10 +182,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "",
             *table(found),
         ]
-        page = "\n".join(lines) + "\n"
-        print(page, end="")
+        text = "\n".join(lines) + "\n"
+        print(text, end="")
         if args.out:
-            replace_text(args.out, page)
+            replace_text(args.out, text)
 
     return guarded(work, "stopped; nothing is kept")
 

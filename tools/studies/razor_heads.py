@@ -24,6 +24,7 @@ from engine.methods.evict.razor_heads import Heads, heads_text
 from engine.model.llama import Llama, post_attention, pre_attention
 from engine.model.rope import Rotary
 from tools.common.arguments import add_flags, command
+from tools.common.page import table
 from tools.common.program import guarded, replace_text, require_writable
 from weights.fingerprint import fingerprint
 
@@ -121,15 +122,15 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def show(heads: Heads, method: Razor) -> None:
     """Print a table: echo and induction of each head, and whether the defaults keep it whole."""
     echo, induction = heads
-    width = len(echo[0])
-    print(f"| layer | {' | '.join(f'head {i}: echo, induction' for i in range(width))} |")
-    print("|---" * (width + 1) + "|")
+    rows = []
     for layer, whole in enumerate(method.whole):
-        cells = [
-            f"{echo[layer][i]:.3f}, {induction[layer][i]:.3f}{' *' if every else ''}"
-            for i, every in enumerate(whole)
-        ]
-        print(f"| {layer} | {' | '.join(cells)} |")
+        every = zip(echo[layer], induction[layer], whole)
+        rows.append((layer, *(f"{e:.3f}, {i:.3f}{' *' if kept else ''}" for e, i, kept in every)))
+    print(
+        "\n".join(
+            table(["layer", *(f"head {i}: echo, induction" for i in range(len(echo[0])))], rows)
+        )
+    )
     print(f"\n* retrieval heads at induction={method.induction:g}, echo={method.echo:g}")
 
 

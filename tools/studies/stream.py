@@ -33,6 +33,7 @@ from engine.plan.free_memory import resident_bytes
 from engine.session.session import Session
 from tools.bench.header import commit, hardware, load
 from tools.calibrate.texts import read_text, texts_for
+from tools.common import page
 from tools.common.arguments import add_flags, command
 from tools.common.program import POCKET, guarded, model_label, replace_text, say
 
@@ -280,10 +281,8 @@ def table(found: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]) -> str:
         f"to that of {REFERENCE} on the same tokens, since texts differ in difficulty. MB: of the",
         "process. Load: mean of what else ran on the machine, which times depend on.",
         "",
-        "| line | fed by | tokens | nats, early, late | ratio | rows, early, late "
-        "| MB, early, late | ms a token, early, late | load | commit |",
-        "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    cells = []
     reference = {row["tokens"]: row["loss"] for row in found.get(REFERENCE, ({}, []))[1]}
     for facts, rows in found.values():
         early, late = tenths(rows, facts["keep"])
@@ -298,10 +297,12 @@ def table(found: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]) -> str:
                 ("ms", 1, 2),
             )
         ]
-        lines.append(
-            f"| {facts['line']} | {facts['by']} | {rows[-1]['tokens']:,} | {nats} | {ratio} "
-            f"| {' | '.join(others)} | {mean(rows, 'load'):.1f} | {facts['commit']} |"
-        )
+        last = f"{rows[-1]['tokens']:,}", nats, ratio, *others, f"{mean(rows, 'load'):.1f}"
+        cells.append((facts["line"], facts["by"], *last, facts["commit"]))
+    head = (
+        "line | fed by | tokens | nats, early, late | ratio | rows, early, late | MB, early, late "
+    )
+    lines += page.table(head + "| ms a token, early, late | load | commit", cells)
     return "\n".join(lines) + "\n"
 
 
@@ -323,13 +324,12 @@ def plot(found: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]], path: Pa
     """Three panels over the tokens of the stream: the reference's loss, that of others beyond it,
     and bytes of the process. Needs matplotlib.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    plt = page.pyplot()
+    if plt is None:
+        say("no plot: it needs matplotlib")
+        return
     reference = {row["tokens"]: row["loss"] for row in found.get(REFERENCE, ({}, []))[1]}
-    figure, axes = pyplot.subplots(3, 1, figsize=(8.5, 9.5), sharex=True)
+    figure, axes = plt.subplots(3, 1, figsize=(8.5, 9.5), sharex=True)
     ends: dict[Any, list[tuple[float, float, str, str]]] = {axis: [] for axis in axes}
     for number, (name, (facts, rows)) in enumerate(found.items()):
         known = [row for row in rows if row["tokens"] in reference]
@@ -359,8 +359,7 @@ def plot(found: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]], path: Pa
     kept = f"{facts['model']}, {facts['keep']:,} tokens kept; means of {2 * SMOOTH + 1} rows"
     axes[0].set_title(kept, fontsize=10)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    page.saved(figure, path)
 
 
 def report(out: Path) -> int:
@@ -370,10 +369,7 @@ def report(out: Path) -> int:
         raise UsageError(f"--out: found no rows in {out}, expected a run before --report")
     replace_text(out / "stream.md", table(found))
     print(table(found))
-    try:
-        plot(found, out / "stream.png")
-    except ImportError:
-        say("no plot: it needs matplotlib")
+    plot(found, out / "stream.png")
     return 0
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from tools.common.page import table
 from tools.common.records import Record
 from tools.compare.stats import against, by_question, cells, pooled, reads
 from tools.suites.registry import TITLES
@@ -70,12 +71,7 @@ def _table(records: Sequence[Record]) -> list[str]:
     tasks = list(dict.fromkeys(r["task"] for r in here))
     rows = {(row["variant"], row["task"]): row for row in cells(here)}
     full = by_question(here, "full", 1)
-    lines = [
-        "| method | a sparse layer reads | answers | "
-        + " | ".join(task.rpartition("/")[2] for task in tasks)
-        + " | mean | against full |",
-        "|---" * (len(tasks) + 5) + "|",
-    ]
+    lines = []
     for label in dict.fromkeys(r["variant"] for r in here):
         found = [rows.get((label, task)) for task in tasks]
         known = [row for row in found if row]
@@ -88,10 +84,10 @@ def _table(records: Sequence[Record]) -> list[str]:
         count = sum(row["asked"] for row in known)
         budget = reads(pooled(known))
         shift = beside.points() if beside else ""
-        lines.append(
-            f"| {label} | {budget} | {count} | " + " | ".join(shown) + f" | {mean} | {shift} |"
-        )
-    return lines
+        lines.append((label, budget, count, *shown, mean, shift))
+    names = [task.rpartition("/")[2] for task in tasks]
+    head = ["method", "a sparse layer reads", "answers", *names, "mean", "against full"]
+    return table(head, lines)
 
 
 def _notes(records: Sequence[Record], suite: str) -> list[str]:

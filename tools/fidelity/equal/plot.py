@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.common.page import pyplot, saved
 from tools.fidelity.equal.tables import Point
 
 FLOOR = 1e-3  # nats: what is less is drawn here
@@ -23,40 +24,32 @@ LEAST = 3  # lines of a panel: a budget that fewer reach stays in the tables
 
 def plot(points: Sequence[Point], length: int, path: Path) -> bool:
     """Draw `points` of one length; False without matplotlib or anything to draw."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
+    plt = pyplot()
     panels = {b: [p for p in points if p.budget == b] for b in sorted({p.budget for p in points})}
     panels = {budget: some for budget, some in panels.items() if len(some) >= LEAST}
-    if not panels:
+    if not panels or plt is None:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     tallest = max(map(len, panels.values()))
     size = 4.2 * len(panels) + 0.6, 0.27 * tallest + 1.9
-    figure, axes = pyplot.subplots(1, len(panels), figsize=size, squeeze=False, sharex=True)
+    figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, sharex=True)
     for axis, (budget, some) in zip(axes.flat, panels.items()):
         _panel(axis, some, tallest)
         axis.set_title(f"{budget:g}% of the bytes read", fontsize=10, fontweight="bold")
     figure.supxlabel("KL to full attention, nats (left is better); bars: 95% intervals", fontsize=9)
     there = {point.family for some in panels.values() for point in some}
     handles = [
-        pyplot.Line2D([], [], color=colour, marker="o", linestyle="", label=SAYS[family])
+        plt.Line2D([], [], color=colour, marker="o", linestyle="", label=SAYS[family])
         for family, colour in COLOURS.items()
         if family in there
     ]
     if any(len(point.kl) > 1 for point in points):
         dense = dict(color="black", marker="o", markerfacecolor="white", linestyle="")
-        handles.append(pyplot.Line2D([], [], label="hollow: question read densely", **dense))
+        handles.append(plt.Line2D([], [], label="hollow: question read densely", **dense))
     across = min(len(handles), 2 * len(panels))
     figure.legend(handles=handles, loc="upper left", ncols=across, fontsize=8, frameon=False)
     top = 1 - 0.22 * -(-len(handles) // across) / size[1]
     figure.tight_layout(rect=(0, 0.01, 1, top))
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return True
+    return bool(saved(figure, path))
 
 
 def _panel(axis, points, tallest):  # type: ignore[no-untyped-def]

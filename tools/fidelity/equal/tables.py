@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.common.intervals import Interval
+from tools.common.page import table
 from tools.compare.methods import CONTROLS, REGISTRY
 from tools.fidelity import stats
 from tools.fidelity.follow import Record
@@ -125,25 +126,25 @@ def lines_of(records: Sequence[Record], length: int) -> list[str]:
             "",
             f"### {budget:g}% of full attention's bytes",
             "",
-            "| method | texts | read | KL, question sparse | KL, question dense | top-1, sparse | "
-            "dense | KL above its oracle |",
-            "|---" * 8 + "|",
-            *(_line(point) for point in here),
+            *table(
+                "method | texts | read | KL, question sparse | KL, question dense | "
+                "top-1, sparse | dense | KL above its oracle",
+                map(_cells, here),
+            ),
         ]
     return lines
 
 
-def _line(point: Point) -> str:
+def _cells(point: Point) -> list[str]:
     def shown(figures: Mapping[str, Interval], setup: str, form: str) -> str:
         return figures[setup].shown(form) if setup in figures else ""
 
     role = f" ({point.family})" if point.family in ("bound", "control") else ""
-    cells = (
+    return [
         point.shown + role,
         f"{next(iter(point.kl.values())).texts}",
         f"{100 * point.read:.1f}%",
         *(shown(point.kl, setup, ".3f") for setup in ("sparse", "dense")),
         *(shown(point.top1, setup, ".2f") for setup in ("sparse", "dense")),
         "" if point.above is None else point.above.shown("+.3f"),
-    )
-    return "| " + " | ".join(cells) + " |"
+    ]

@@ -11,6 +11,7 @@ from engine import LLM, Full, OmniKV
 from engine.base.errors import EngineError
 from engine.methods.base import Method
 from engine.methods.controls.controls import OmniKVRandom
+from tools.common.page import pyplot
 from tools.common.records import Record
 from tools.compare.plots import depth_maps
 from tools.compare.run import speak
@@ -59,11 +60,8 @@ def measure(llm: LLM, number: int, length: int) -> list[Record]:
 
 def picture(records: Sequence[Record], path: Path) -> Path | None:
     """The heat map of each method, by depth and length; None without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
+    if pyplot() is None:
         return None
-    matplotlib.use("Agg")
     rows: dict[tuple[str, int], Record] = {}
     for record in records:
         if record["column"] == "all":

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.common import page
+
 COLOURS = ("#1b6ca8", "#c2571a", "#3b8b4f", "#8a4fa3", "#7a6a2f", "#b03060")
 GREY = "#777777"
 SHARES = "Blues"
@@ -16,11 +18,8 @@ WRITTEN = 12  # layers or steps up to which every share is written into its cell
 
 def draw(data: dict[str, Any], folder: Path) -> list[Path] | None:
     """Write layers.png, steps.png and depth.png; their paths, None without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
+    if page.pyplot() is None:
         return None
-    matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     return [
         _layers(data, folder / "layers.png"),
@@ -55,10 +54,8 @@ def shares(axis: Any, rows: Sequence[Sequence[float]], labels: Sequence[str]) ->
 
 
 def _layers(data: dict[str, Any], path: Path) -> Path:
-    from matplotlib import pyplot
-
     rows = data["between_layers"]
-    figure, axis = pyplot.subplots(figsize=(6.4, 5.6))
+    figure, axis = page.pyplot().subplots(figsize=(6.4, 5.6))
     image = shares(axis, rows, [str(i) for i in range(len(rows))])
     axis.set(xlabel="layer", ylabel="layer")
     axis.set_title("Tokens that two layers both choose, in per cent of a choice", fontsize=10)
@@ -67,10 +64,8 @@ def _layers(data: dict[str, Any], path: Path) -> Path:
 
 
 def _steps(data: dict[str, Any], path: Path) -> Path:
-    from matplotlib import pyplot
-
     found = data["between_steps"]
-    figure, axes = pyplot.subplots(
+    figure, axes = page.pyplot().subplots(
         1,
         len(found),
         figsize=(3.9 * len(found) + 0.9, 4.4),
@@ -89,10 +84,8 @@ def _steps(data: dict[str, Any], path: Path) -> Path:
 
 
 def _depth(data: dict[str, Any], path: Path) -> Path:
-    from matplotlib import pyplot
-
     mass, last = data["mass"], len(data["mass"]) - 1
-    figure, axis = pyplot.subplots(figsize=(8.2, 4.6))
+    figure, axis = page.pyplot().subplots(figsize=(8.2, 4.6))
     lines = [("own choice", 0, [mass[i][i] for i in range(last + 1)], GREY, "--")]
     lines += [("first, newest", 0, data["edges"], GREY, ":")]
     lines += [("chance", 0, [data["chance"]] * (last + 1), GREY, "-")]
@@ -136,9 +129,5 @@ def _bar(figure: Any, image: Any, axes: Any) -> None:
 
 
 def _saved(figure: Any, data: dict[str, Any], path: Path) -> Path:
-    from matplotlib import pyplot
-
     figure.text(0.01, -0.03, about(data), fontsize=7, color=GREY)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
-    return path
+    return page.saved(figure, path, 120, bbox_inches="tight")

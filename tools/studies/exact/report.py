@@ -11,6 +11,7 @@ from engine import Exact, OmniKV
 from engine.methods.exact import MOST_DRAFTS
 from engine.plan.exact_costs import ExactCosts
 from tools.bench.shapes import shape_config, shape_filters, short_size
+from tools.common.page import line, table
 from tools.studies.exact.starts import cycles
 
 LENGTHS = (2, 4, 6, 7)  # draft lengths whose cycles the table shows
@@ -29,7 +30,7 @@ def acceptance_table(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     head = ["text", "tokens", "filter layers", "budget"]
     head += [str(i) for i in range(1, MOST_DRAFTS + 1)]
     head += [f"of {n}" for n in LENGTHS] + ["copied"]
-    yield from _head(head)
+    yield from table(head, ())
     for row in records:
         right, copies = row["accepted"], [n for n in row["looked_up"] if n >= 0]
         choice = "" if row["choice"] == "first draft" else f" ({row['choice']})"
@@ -40,7 +41,7 @@ def acceptance_table(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
             kept = cycles(right, draft)
             cells.append(f"{sum(kept) / len(kept):.1f}" if kept else "-")
         mean = f"{sum(copies) / len(copies):.1f} x {len(copies)}" if copies else "none"
-        yield _row([*cells, mean])
+        yield line([*cells, mean])
 
 
 def counted_table(
@@ -55,20 +56,11 @@ def counted_table(
     method = Exact(OmniKV(filter_layers=shape_filters(shape), wait_layers=0, share=share))
     plan = method.plan(config)
     costs = ExactCosts.of(config, plan, ITEMSIZE, "cuda")
-    yield from _head(["tokens", "full, GB a token", "drafter alone", "drafts", "exact"])
+    yield from table(["tokens", "full, GB a token", "drafter alone", "drafts", "exact"], ())
     for context in contexts:
         needs = method.needs(plan, config, context, ITEMSIZE)
         read = needs.selected + needs.tail
         drafts, gain = costs.predicted(context, read, MOST_DRAFTS, reached=reached)
         full = costs.full([context] * config.num_layers) / 1e9
         alone = f"{costs.alone(context, read):.2f}x"
-        yield _row([short_size(context), f"{full:.1f}", alone, str(drafts), f"{gain:.2f}x"])
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _head(names: Sequence[str]) -> Iterator[str]:
-    yield _row(names)
-    yield "|---" * len(names) + "|"
+        yield line([short_size(context), f"{full:.1f}", alone, str(drafts), f"{gain:.2f}x"])

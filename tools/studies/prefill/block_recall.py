@@ -20,6 +20,7 @@ from engine.methods.base import Runtime
 from engine.plan.layers import Role
 from kernels.prefill.block_sparse import BLOCK, block_mass, choose_blocks, exact_mass
 from tools.common.arguments import add_flags, command
+from tools.common.page import table
 from tools.common.program import guarded
 from tools.tasks import TASKS, make_sample
 from tools.tasks.prompts import token_counter
@@ -112,10 +113,10 @@ def run(args: argparse.Namespace) -> None:
     ids = ids[: len(ids) // BLOCK * BLOCK]
     layers = captured(llm, ids)
     print(f"layers {sorted(layers)}, {len(ids)} tokens of {args.task}\n")
-    print("| estimator | mass wanted | density | recall, mean | recall, 1st percentile |")
-    print("|---|---|---|---|---|")
-    for name, threshold, density, mean, low in rows(layers, args.thresholds):
-        print(f"| {name} | {threshold} | {density:.2f} | {mean:.3f} | {low:.3f} |")
+    head = "estimator | mass wanted | density | recall, mean | recall, 1st percentile"
+    found = rows(layers, args.thresholds)
+    cells = ((n, t, f"{d:.2f}", f"{mean:.3f}", f"{low:.3f}") for n, t, d, mean, low in found)
+    print("\n".join(table(head, cells)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

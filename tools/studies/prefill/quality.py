@@ -27,6 +27,7 @@ from engine import LLM, Full, OmniKV
 from engine.methods.base import Method
 from engine.session.session import Session
 from tools.bench.header import commit
+from tools.common import page
 from tools.common.arguments import add_flags, command
 from tools.common.intervals import wilson
 from tools.common.program import POCKET, guarded, progress, replace_json, say
@@ -256,17 +257,13 @@ def markdown(
         f"over all: {100 * low:.0f}..{100 * high:.0f}%). won / lost: answers against dense "
         "prefill, same questions.",
         "",
-        "| prefill | " + " | ".join(tasks) + " | mean | won / lost |",
-        "|---" * (len(tasks) + 3) + "|",
     ]
+    cells = []
     for name, by, accuracy, nats in rows:
-        cells = [f"{100 * by[task][0] / by[task][1]:.0f} ({by[task][2]:.2f})" for task in tasks]
+        own = [f"{100 * by[task][0] / by[task][1]:.0f} ({by[task][2]:.2f})" for task in tasks]
         won, lost = paired(records, name)
-        lines.append(
-            "| "
-            + " | ".join([name, *cells, f"{100 * accuracy:.1f} ({nats:.3f})", f"{won} / {lost}"])
-            + " |"
-        )
+        cells.append((name, *own, f"{100 * accuracy:.1f} ({nats:.3f})", f"{won} / {lost}"))
+    lines += page.table(["prefill", *tasks, "mean", "won / lost"], cells)
     return "\n".join(lines) + "\n"
 
 
@@ -282,11 +279,11 @@ def run(args: argparse.Namespace) -> None:
         "tail": args.tail,
         "decode": "full attention",
     }
-    page = markdown(about, found, records, args.tasks)
+    text = markdown(about, found, records, args.tasks)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "report.md").write_text(page)
+    (args.out / "report.md").write_text(text)
     replace_json(args.out / "report.json", {"about": about, "records": records})
-    print(page)
+    print(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from tools.bench.shapes import short_size
+from tools.common.page import table
 
 
 def markdown(report: dict[str, Any]) -> str:
     """The report as a page."""
     about = report["about"]
     lines = ["# Prefill", "", *(f"- {key}: {value}" for key, value in about.items())]
-    for part, table in (("speed", _speed_table), ("eta", _eta_table), ("memory", _memory_table)):
-        lines += table(report[part]) if part in report else []
+    for part, lines_of in (("speed", _speed_table), ("eta", _eta_table), ("memory", _memory_table)):
+        lines += lines_of(report[part]) if part in report else []
     return "\n".join(lines) + "\n"
 
 
@@ -24,12 +25,9 @@ def _speed_table(found: dict[str, Any]) -> list[str]:
         f"Chunks of {found['chunk']} tokens, integrated over the prompt. "
         "allowed: the operation count's ratio to dense; share: measured / allowed.",
         "",
-        "| tokens | method | seconds | tokens/s | PFLOP | GFLOP/s | measured x | allowed x | "
-        "share |",
-        "|---" * 9 + "|",
     ]
-    for r in found["records"]:
-        cells = (
+    rows = [
+        (
             short_size(r["length"]),
             r["method"],
             f"{r['seconds']:.1f}",
@@ -40,44 +38,35 @@ def _speed_table(found: dict[str, Any]) -> list[str]:
             f"{r['allowed']:.2f}",
             f"{100 * r['measured'] / r['allowed']:.0f}%",
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        for r in found["records"]
+    ]
+    head = "tokens | method | seconds | tokens/s | PFLOP | GFLOP/s | measured x | allowed x | share"
+    return lines + table(head, rows)
 
 
 def _eta_table(records: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "",
-        "## Time left",
-        "",
-        "| method | tokens | work done | tokens done | predicted s | actual s | error |",
-        "|---" * 7 + "|",
-    ]
-    for r in records:
-        cells = (
+    rows = [
+        (
             r["method"],
             short_size(r["length"]),
-            f"{100 * r['work']:.0f}%",
-            f"{100 * r['tokens']:.0f}%",
-            f"{r['predicted']:.1f}",
-            f"{r['actual']:.1f}",
+            *(f"{100 * r[what]:.0f}%" for what in ("work", "tokens")),
+            *(f"{r[what]:.1f}" for what in ("predicted", "actual")),
             f"{100 * r['error']:+.1f}%",
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        for r in records
+    ]
+    head = "method | tokens | work done | tokens done | predicted s | actual s | error"
+    return ["", "## Time left", "", *table(head, rows)]
 
 
 def _memory_table(records: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "",
-        "## Memory",
-        "",
-        "Deepest chunk over a synthetic bank; activations = peak - resident before the bank - "
-        "bank.",
-        "",
-        "| method | tokens | bank MB | selection MB | peak MB | activations MB |",
-        "|---" * 6 + "|",
+    about = (
+        "Deepest chunk over a synthetic bank; activations = peak - resident before the bank - bank."
+    )
+    sizes = "bank", "selection", "peak", "activations"
+    rows = [
+        (r["method"], short_size(r["length"]), *(f"{r[key] / 1e6:.1f}" for key in sizes))
+        for r in records
     ]
-    for r in records:
-        sizes = [f"{r[key] / 1e6:.1f}" for key in ("bank", "selection", "peak", "activations")]
-        lines.append("| " + " | ".join([r["method"], short_size(r["length"]), *sizes]) + " |")
-    return lines
+    head = "method | tokens | bank MB | selection MB | peak MB | activations MB"
+    return ["", "## Memory", "", about, "", *table(head, rows)]
