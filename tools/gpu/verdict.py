@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 
 from tools.bench import gather as bench_gather
+from tools.common.page import table
 
 # Llama-3-8B, {2,8,18}, wait 1, 2048 tokens
 BYTE_RATIOS = {131072: 1.65, 262144: 2.07, 450000: 2.47}
@@ -33,11 +34,8 @@ class Verdict:
 def cell(section, name, n, test="tg"):
     """The facts of a cell that has a time, or None."""
     for found in (section or {}).get("cells", ()):
-        if (
-            found["name"] == name
-            and found["n"] == n
-            and found["test"] == test
-            and "ms_median" in found
+        if "ms_median" in found and (name, n, test) == tuple(
+            found[k] for k in ("name", "n", "test")
         ):
             return found
     return None
@@ -82,42 +80,40 @@ def _line(goal, ok, figure):
     )
 
 
+def _times(goal, ratio, least):
+    """A line of how many times as fast; None, and 0, where it was not measured."""
+    return _line(goal, None if not ratio else ratio >= least, f"{ratio or 0:.2f}x")
+
+
 def _correct(results):
     found = []
     tests = results.get("tests")
     found.append(_line("CUDA tests", (tests or {}).get("ok"), (tests or {}).get("summary", "")))
     parts = ((results.get(name) or {}).get("checks") or {} for name in ("compile", "kernels"))
     checks = {name: row for part in parts for name, row in part.items()}
-    bad = [name for name, row in (checks or {}).items() if not row["ok"]]
-    found.append(
-        _line(
-            "kernels equal their references",
-            None if not checks else not bad,
-            ", ".join(bad) or f"{len(checks or ())} kernels",
-        )
-    )
+    bad = [name for name, row in checks.items() if not row["ok"]]
+    figure = ", ".join(bad) or f"{len(checks)} kernels"
+    found.append(_line("kernels equal their references", None if not checks else not bad, figure))
     for name in ("full", "omnikv", "omnikv-host"):
         facts = ((results.get("step") or {}).get("tokens") or {}).get(name)
+        goal = f"captured step of {name}: reference tokens, no sync, memory flat"
+        if not facts:
+            found.append(_line(goal, None, ""))
+            continue
         ok = (
-            facts
-            and facts["equal_to_reference"] + facts["ties"] == facts["compared"]
+            facts["equal_to_reference"] + facts["ties"] == facts["compared"]
             and facts.get("sync_free", True)
             and facts.get("same_ahead", True)
             and facts["flat"]
         )
-        found.append(
-            _line(
-                f"captured step of {name}: reference tokens, no sync, memory flat",
-                None if not facts else ok,
-                ""
-                if not facts
-                else f"{facts['equal_to_reference']}/{facts['compared']} tokens and "
-                f"{facts['ties']} ties within rounding, "
-                f"sync-free {facts.get('sync_free', 'not asked')}, issued ahead the same "
-                f"{facts.get('same_ahead', 'not asked')}, {facts['grown_bytes']} B "
-                f"grown in {facts['steps']} steps",
-            )
+        figure = (
+            f"{facts['equal_to_reference']}/{facts['compared']} tokens and {facts['ties']} ties "
         )
+        figure += (
+            f"within rounding, sync-free {facts.get('sync_free', 'not asked')}, issued ahead the "
+        )
+        figure += f"same {facts.get('same_ahead', 'not asked')}, {facts['grown_bytes']} B grown in "
+        found.append(_line(goal, ok, f"{figure}{facts['steps']} steps"))
     return found
 
 
@@ -131,9 +127,8 @@ def _forms(results):
     for kind, facts in (results.get("sanitize") or {}).items():
         if isinstance(facts, dict) and kind in ("memcheck", "racecheck"):
             fault = facts["fault"]
-            found.append(
-                _line(f"compute-sanitizer {kind} finds nothing", not fault, fault or "yes")
-            )
+            goal = f"compute-sanitizer {kind} finds nothing"
+            found.append(_line(goal, not fault, fault or "yes"))
     forms, step = results.get("forms"), results.get("step")
     for kind in ("int4", "int8"):
         goal = f"full, {kind} weights >= 75% of its floor at 8192"
@@ -141,17 +136,10 @@ def _forms(results):
     for name in ("full", "omnikv w1"):
         wide, packed = cell(step, name, 131072), cell(forms, f"{name}, int8 bank", 131072)
         ratio = wide and packed and wide["ms_median"] / packed["ms_median"]
-        goal = f"{name} at 131072 not slower with an int8 bank"
-        found.append(_line(goal, None if not ratio else ratio >= 1.0, f"{ratio or 0:.2f}x"))
+        found.append(_times(f"{name} at 131072 not slower with an int8 bank", ratio, 1.0))
     one, eight = cell(step, "full", 8192), cell(forms, "full, batch of 8", 8192)
     ratio = one and eight and 8 * one["ms_median"] / eight["ms_median"]
-    found.append(
-        _line(
-            "a batch of 8 at 8192 writes at least 4 times as many tokens",
-            None if not ratio else ratio >= 4,
-            f"{ratio or 0:.2f}x",
-        )
-    )
+    found.append(_times("a batch of 8 at 8192 writes at least 4 times as many tokens", ratio, 4))
     for place, facts in (
         ("", (forms or {}).get("exact")),
         (" over the host tier", (results.get("whole") or {}).get("exact")),
@@ -162,9 +150,8 @@ def _forms(results):
         found.append(_line(goal, None if share is None else share >= 0.9, figure))
     found += [*_mixtures(results.get("mixtures")), *_start(results.get("start"))]
     for tier, facts in ((results.get("whole") or {}).get("saved") or {}).items():
-        found.append(
-            _line(f"a restored session says the same ({tier})", facts["equal"], str(facts["equal"]))
-        )
+        goal = f"a restored session says the same ({tier})"
+        found.append(_line(goal, facts["equal"], str(facts["equal"])))
     return found
 
 
@@ -183,24 +170,16 @@ def _mixtures(section):
 def _start(section):
     """The first answer of a fresh machine."""
     ahead, late = ((section or {}).get(n) for n in ("ahead", "at the first launch"))
+    goal = "no kernel of a first answer is compiled after its weights are there"
     if not ahead or not late or "answer" not in ahead or "answer" not in late:
-        return [
-            _line("no kernel of a first answer is compiled after its weights are there", None, "")
-        ]
+        return [_line(goal, None, "")]
     figure = f"{ahead['before']} before, {ahead['later']} after"
     times = f"{ahead['answer']:.1f} s, at the first launch {late['answer']:.1f} s"
     whole = ahead["before"] + ahead["later"] > 0
+    sooner = "a first answer comes sooner where kernels are compiled ahead"
     return [
-        _line(
-            "no kernel of a first answer is compiled after its weights are there",
-            ahead["later"] == 0 if whole else None,
-            figure,
-        ),
-        _line(
-            "a first answer comes sooner where kernels are compiled ahead",
-            ahead["answer"] < late["answer"] if whole else None,
-            times,
-        ),
+        _line(goal, ahead["later"] == 0 if whole else None, figure),
+        _line(sooner, ahead["answer"] < late["answer"] if whole else None, times),
     ]
 
 
@@ -220,15 +199,9 @@ def _decode(decode):
     for n, ratio in BYTE_RATIOS.items():
         c = cell(decode, "omnikv w1", n)
         ok = c and (c.get("vs_full", 0) >= 0.9 * ratio or c["share_of_floor"] >= 0.85)
-        found.append(
-            _line(
-                f"omnikv w1 over full >= {0.9 * ratio:.2f}x at {n} (or >= 85% of its floor)",
-                None if not c else ok,
-                ""
-                if not c
-                else f"{c.get('vs_full', float('nan')):.2f}x, {c['share_of_floor']:.0%}",
-            )
-        )
+        goal = f"omnikv w1 over full >= {0.9 * ratio:.2f}x at {n} (or >= 85% of its floor)"
+        figure = c and f"{c.get('vs_full', float('nan')):.2f}x, {c['share_of_floor']:.0%}"
+        found.append(_line(goal, None if not c else ok, figure))
     return found
 
 
@@ -236,11 +209,8 @@ def _bound(goal, c, share, limit):
     if c is None:
         return _line(goal, None, "")
     ok = c["share_of_floor"] >= share and (limit is None or c["ms_median"] <= limit)
-    return _line(
-        goal + (f" and <= {limit} ms" if limit else ""),
-        ok,
-        f"{c['ms_median']:.2f} ms, {c['share_of_floor']:.0%}",
-    )
+    goal += f" and <= {limit} ms" if limit else ""
+    return _line(goal, ok, f"{c['ms_median']:.2f} ms, {c['share_of_floor']:.0%}")
 
 
 def _published(results, ours, theirs):
@@ -249,13 +219,8 @@ def _published(results, ours, theirs):
     for n in (32768, 131072):
         mine, other = (cell(results.get("rivals"), name, n) for name in (ours, theirs))
         ratio = mine and other and other["ms_median"] / mine["ms_median"]
-        found.append(
-            _line(
-                f"{ours} not slower than the {theirs} form of a step at {n}",
-                None if not ratio else ratio >= 1.0,
-                f"{ratio or 0:.2f}x",
-            )
-        )
+        goal = f"{ours} not slower than the {theirs} form of a step at {n}"
+        found.append(_times(goal, ratio, 1.0))
     return found
 
 
@@ -264,13 +229,7 @@ def _peers(results):
     for n in (32768, 131072):
         c = cell(results.get("rivals"), "full", n)
         ratio = c and c.get("vs_transformers")
-        found.append(
-            _line(
-                f"full not slower than transformers at {n}",
-                None if not ratio else ratio >= 1.0,
-                f"{ratio or 0:.2f}x",
-            )
-        )
+        found.append(_times(f"full not slower than transformers at {n}", ratio, 1.0))
     found += [
         *_published(results, "omnikv w1", "published"),
         *_published(results, "omnikv-host w1 reuse 0", "published, offloaded"),
@@ -278,8 +237,7 @@ def _peers(results):
     for n in (4096, 16384, 32768):
         c = cell(results.get("crossover"), "omnikv w1", n)
         ratio = c and c.get("vs_full")
-        goal = f"omnikv with dense_below=auto >= 0.98x full at {n}"
-        found.append(_line(goal, None if not ratio else ratio >= 0.98, f"{ratio or 0:.2f}x"))
+        found.append(_times(f"omnikv with dense_below=auto >= 0.98x full at {n}", ratio, 0.98))
     return found
 
 
@@ -287,23 +245,15 @@ def _kernels(results, decode):
     found, rows = [], (results.get("kernels") or {}).get("speed", ())
     for n, limit in ((131072, 25), (1048576, 60)):
         row = next((r for r in rows if r["kernel"] == "top-k" and r["n"] == n), None)
-        found.append(
-            _line(
-                f"exact top-2048 <= {limit} us at {n}",
-                None if not row else row["us"] <= limit,
-                "" if not row else f"{row['us']:.0f} us, torch.topk {row['torch_topk_us']:.0f} us",
-            )
-        )
+        figure = row and f"{row['us']:.0f} us, torch.topk {row['torch_topk_us']:.0f} us"
+        ok = None if not row else row["us"] <= limit
+        found.append(_line(f"exact top-2048 <= {limit} us at {n}", ok, figure))
     for row in decode["splits"]:
         if row["name"] == "omnikv w1" and row["n"] == 131072:
             spent = row["stages_ms"]["scoring"] + row["stages_ms"]["top-k"]
-            found.append(
-                _line(
-                    "scoring and top-k <= 5% of the step at 131072",
-                    spent <= 0.05 * row["step_ms"],
-                    f"{spent:.3f} of {row['step_ms']:.2f} ms",
-                )
-            )
+            goal, figure = "scoring and top-k <= 5% of the step at 131072", f"{spent:.3f} of "
+            figure += f"{row['step_ms']:.2f} ms"
+            found.append(_line(goal, spent <= 0.05 * row["step_ms"], figure))
     return found
 
 
@@ -321,13 +271,8 @@ def _few_bits(kernels):
         figure = "" if one is None else f"{one['share']:.0%}, {one['us']:.1f} us a layer"
         found.append(_line(goal, None if one is None else one["share"] >= share, figure))
         ratio = None if many is None else many["library_us"] / many["us"]
-        found.append(
-            _line(
-                f"{kind} weights: products of 512 rows at least as fast as bfloat16's",
-                None if ratio is None else ratio >= 1,
-                f"{ratio or 0:.2f}x",
-            )
-        )
+        goal = f"{kind} weights: products of 512 rows at least as fast as bfloat16's"
+        found.append(_times(goal, ratio, 1))
     return found
 
 
@@ -335,32 +280,22 @@ def _gather(kernels):
     """The gather kernel beside a contiguous copy and a copy per row, on each shape that a GPU was
     asked for.
     """
-    found, rows = (
-        [],
-        [r for r in (kernels or {}).get("gather", ()) if r["way"] == bench_gather.KERNEL],
-    )
+    found = []
+    rows = {
+        (r["row_bytes"], r["pitch"]): r
+        for r in (kernels or {}).get("gather", ())
+        if (r["way"], r["on"]) == (bench_gather.KERNEL, "cuda")
+    }
     for row, pitch in bench_gather.GPU_SHAPES:
-        r = next(
-            (r for r in rows if (r["row_bytes"], r["pitch"], r["on"]) == (row, pitch, "cuda")), None
-        )
-        what = f"gather of {bench_gather.ROWS} rows of {row} B" + (
-            f" out of {pitch}" if pitch != row else ""
-        )
-        figure = "" if r is None else f"{r['of_contiguous']:.0%}, {r['gb_per_s']:.1f} GB/s"
-        found.append(
-            _line(
-                f"{what} >= 85% of the contiguous copy",
-                None if r is None else r["of_contiguous"] >= 0.85,
-                figure,
-            )
-        )
-        found.append(
-            _line(
-                f"{what} >= 20x a copy per row",
-                None if r is None else r["vs_single"] >= 20,
-                "" if r is None else f"{r['vs_single']:.1f}x",
-            )
-        )
+        r, what = rows.get((row, pitch)), f"gather of {bench_gather.ROWS} rows of {row} B"
+        what += f" out of {pitch}" if pitch != row else ""
+        goals = f"{what} >= 85% of the contiguous copy", f"{what} >= 20x a copy per row"
+        if r is None:
+            found += [_line(goal, None, "") for goal in goals]
+            continue
+        figure = f"{r['of_contiguous']:.0%}, {r['gb_per_s']:.1f} GB/s"
+        found.append(_line(goals[0], r["of_contiguous"] >= 0.85, figure))
+        found.append(_line(goals[1], r["vs_single"] >= 20, f"{r['vs_single']:.1f}x"))
     return found
 
 
@@ -368,62 +303,38 @@ def _offload(decode):
     """The cost of host memory by planted reuse, a million tokens, device memory per token."""
     found, link = [], ((decode or {}).get("header") or {}).get("measured", {}).get("h2d", 0)
     for n, reuse, limit in ((131072, 0.7, 1.10), (450000, 0.7, 1.05), (131072, 0, 1.35)):
-        inside, host = (
-            cell(decode, "omnikv w1", n),
-            cell(decode, f"omnikv-host w1 reuse {reuse:g}", n),
-        )
+        inside = cell(decode, "omnikv w1", n)
+        host = cell(decode, f"omnikv-host w1 reuse {reuse:g}", n)
         ratio = inside and host and host["ms_median"] / inside["ms_median"]
         goal = (
             f"offload costs <= {limit:.2f}x at {n} (reuse "
             f"{reuse:g}{'' if reuse else ', as without slots; link of at least 45 GB/s'})"
         )
         counts = ratio and (reuse or link >= 45)
-        found.append(
-            _line(
-                goal, None if not counts else ratio <= limit, f"{ratio or 0:.2f}x, link {link} GB/s"
-            )
-        )
-    held = next(
-        (
-            row["measured"]
-            for row in (decode or {}).get("memory", ())
-            if row["name"].startswith("omnikv-host w1") and row["n"] == 1048576
-        ),
-        None,
-    )
-    found.append(
-        _line(
-            "a session holds at most 34 KiB of device memory per token at 1048576",
-            None if held is None else held <= 34 * 1024 * 1048576,
-            f"{(held or 0) / 1048576 / 1024:.2f} KiB",
-        )
-    )
+        figure = f"{ratio or 0:.2f}x, link {link} GB/s"
+        found.append(_line(goal, None if not counts else ratio <= limit, figure))
+    deepest = [row for row in (decode or {}).get("memory", ()) if row["n"] == 1048576]
+    sizes = (row["measured"] for row in deepest if row["name"].startswith("omnikv-host w1"))
+    held = next(sizes, None)
+    goal = "a session holds at most 34 KiB of device memory per token at 1048576"
+    ok = None if held is None else held <= 34 * 1024 * 1048576
+    found.append(_line(goal, ok, f"{(held or 0) / 1048576 / 1024:.2f} KiB"))
     deep = cell(decode, "omnikv-host w1 reuse 0.9", 1048576)
-    found.append(
-        _line(
-            "a million tokens at >= 70 tokens/s (omnikv-host, reuse 0.9)",
-            None if not deep else deep["ms_median"] <= 1000 / 70,
-            "" if not deep else f"{deep['ms_median']:.2f} ms",
-        )
-    )
-    return found
+    goal = "a million tokens at >= 70 tokens/s (omnikv-host, reuse 0.9)"
+    ok = None if not deep else deep["ms_median"] <= 1000 / 70
+    return [*found, _line(goal, ok, deep and f"{deep['ms_median']:.2f} ms")]
 
 
 def _prefill(results):
     dense = cell(results.get("prefill"), "full", 131072, "pp131072")
     pair = [cell(results.get("depth"), n, 262144, "pp262144") for n in ("full", "omnikv r=2")]
     ratio = pair[0]["ms_median"] / pair[1]["ms_median"] if all(pair) else None
+    ok = None if not dense else dense["ms_median"] <= 12000
     return [
         _line(
-            "prompt of 131072 tokens <= 12 s",
-            None if not dense else dense["ms_median"] <= 12000,
-            "" if not dense else f"{dense['ms_median'] / 1000:.1f} s",
+            "prompt of 131072 tokens <= 12 s", ok, dense and f"{dense['ms_median'] / 1000:.1f} s"
         ),
-        _line(
-            "OmniKV-prefill >= 2.3x dense at 262144",
-            None if ratio is None else ratio >= 2.3,
-            f"{ratio or 0:.2f}x",
-        ),
+        _times("OmniKV-prefill >= 2.3x dense at 262144", ratio, 2.3),
     ]
 
 
@@ -447,18 +358,10 @@ def next_targets(results, count=5):
         }
         for stage, spent in row["stages_ms"].items():
             floor = floors.get(stage, 0) / rate / 1e6
-            found.append(
-                (
-                    spent - floor,
-                    f"{row['name']} at {row['n']}: {stage} takes {spent:.3f} ms, its bytes allow "
-                    f"{floor:.3f} ms",
-                )
-            )
-    return [
-        f"{gap:.3f} ms to gain: {text}"
-        for gap, text in sorted(found, reverse=True)[:count]
-        if gap > 0
-    ]
+            said = f"{row['name']} at {row['n']}: {stage} takes {spent:.3f} ms, its bytes allow "
+            found.append((spent - floor, f"{said}{floor:.3f} ms"))
+    most = sorted(found, reverse=True)[:count]
+    return [f"{gap:.3f} ms to gain: {text}" for gap, text in most if gap > 0]
 
 
 def markdown(results):
@@ -492,36 +395,20 @@ def markdown(results):
     for name in ("step", "prefill", "forms", "crossover", "depth", "rivals", "split", "mixtures"):
         rows = [_row(c) for c in (results.get(name) or {}).get("cells", ())]
         if rows:
-            lines += [
-                "",
-                f"## {name}",
-                "",
-                "| method | test | ms | of floor | x full | x transformers |",
-            ]
-            lines += ["|---|---:|---:|---:|---:|---:|", *rows]
+            head = "method | test | ms | of floor | x full | x transformers"
+            lines += ["", f"## {name}", "", *table(head, rows, "---:")]
     speed = (results.get("kernels") or {}).get("speed")
     if speed:
-        lines += [
-            "",
-            "## kernels",
-            "",
-            "| kernel | rows | us | floor us | of floor |",
-            "|---|---:|---:|---:|---:|",
-        ]
-        lines += [
-            f"| {r['kernel']} | {r['n']} | {r['us']:.1f} | {r['floor_us']:.1f} | {r['share']:.0%} |"
+        times = (
+            (r["kernel"], r["n"], f"{r['us']:.1f}", f"{r['floor_us']:.1f}", f"{r['share']:.0%}")
             for r in speed
-        ]
+        )
+        head = "kernel | rows | us | floor us | of floor"
+        lines += ["", "## kernels", "", *table(head, times, "---:")]
     gather = (results.get("kernels") or {}).get("gather")
     if gather:
-        lines += [
-            "",
-            "## gather",
-            "",
-            results["kernels"]["link"],
-            "",
-            *_markdown(bench_gather.COLUMNS, bench_gather.table_rows(gather)),
-        ]
+        found = table(bench_gather.COLUMNS, bench_gather.table_rows(gather), "---:")
+        lines += ["", "## gather", "", results["kernels"]["link"], "", *found]
     return "\n".join(lines) + "\n"
 
 
@@ -534,17 +421,10 @@ def _rounded(facts):
     return float(f"{facts:.4g}") if isinstance(facts, float) else facts
 
 
-def _markdown(columns, rows):
-    return [
-        "| " + " | ".join(cells) + " |"
-        for cells in (columns, ["---", *["---:"] * (len(columns) - 1)], *rows)
-    ]
-
-
 def _row(c):
     test = f"tg @ d{c['n']}" if c["test"] == "tg" else c["test"]
     if "ms_median" not in c:
-        return f"| {c['name']} | {test} | {c.get('why') or 'no figure'} | | | |"
+        return [c["name"], test, c.get("why") or "no figure", "", "", ""]
     share = f"{c['share_of_floor']:.0%}" if "share_of_floor" in c else ""
     ratios = [f"{c[key]:.2f}" if key in c else "" for key in ("vs_full", "vs_transformers")]
-    return f"| {c['name']} | {test} | {c['ms_median']:.2f} | {share} | {ratios[0]} | {ratios[1]} |"
+    return [c["name"], test, f"{c['ms_median']:.2f}", share, *ratios]
