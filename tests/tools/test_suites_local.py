@@ -404,8 +404,8 @@ def test_answers_of_another_file_or_setting_are_refused(quick, data, tmp_path, c
     text = path.read_text()
     for change, more, line in (
         (text.replace("Who was", "Who is"), (), "answers of other settings .*trec: trec.jsonl"),
-        (text, ("--tail", "65"), "answers of other settings .*'tail': 64"),
-        (text, ("--seed", "9"), "answers of other settings .*'seed': 42"),
+        (text, ("--tail", "65"), "answers of other settings .*tail was 64 and is 65 now"),
+        (text, ("--seed", "9"), "answers of other settings .*seed was 42 and is 9 now"),
         (text.replace('"context"', '"text"'), (), "line 1: found no field 'context'"),
         (text, ("--max-length", "99999"), "--max-length: found 99999, expected at most the"),
         (text, ("--max-length", "0"), "--max-length: found 0, expected at least 1"),

@@ -5,7 +5,7 @@ stopped goes on.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,26 @@ class AnswerFile:
                 self._take([record])
         return header
 
-    def start(self, header: Record) -> None:
-        """Write the settings and the answers that were loaded."""
-        lines = [json.dumps(header), *map(json.dumps, self.records)]
+    def go_on(
+        self, there: Record | None, here: Record, new: Sequence[str] = (), **more: Any
+    ) -> Record:
+        """Write the header of a run, and the answers that were loaded; returns the header.
+
+        there: an earlier run's header, None to begin. here: {"settings": what must be equal in
+        both, another name: values by key, of which both may have others and none a different one}.
+        new: settings that may come to those there. more: what is written and not compared. Raises
+        UsageError where answers are of other settings or values.
+        """
+        here = json.loads(json.dumps(here))  # as it is read back: tuples are lists
+        for part, own in here.items() if there is not None else ():
+            before = there.get(part, {})
+            both = before.keys() & own.keys()
+            keys = before.keys() | own.keys() - {*new} if part == "settings" else both
+            require_same(self.path, {k: (before.get(k), own.get(k)) for k in sorted(keys)})
+            here[part] = before | own
+        lines = [json.dumps({**here, **more}), *map(json.dumps, self.records)]
         replace_text(self.path, "\n".join(lines) + "\n")
+        return here
 
     def add(self, records: Iterable[Record]) -> None:
         """Append answers; those that are there already are left out."""
@@ -59,10 +75,20 @@ class AnswerFile:
         return fresh
 
 
-def require_same(path: Path, there: Record, here: Record) -> None:
-    """Raise UsageError where the answers in a file are of other settings than a run's."""
-    other = {k: there.get(k) for k in {**there, **here} if there.get(k) != here.get(k)}
+def require_same(path: Path, values: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raise UsageError where one of {name: (before, now)} has changed."""
+    other = [
+        f"{name} was {_short(a)} and is {_short(b)} now"
+        for name, (a, b) in values.items()
+        if a != b
+    ]
     if other:
         raise UsageError(
-            f"{path} holds answers of other settings ({other}): use --fresh or another --out"
+            f"{path} holds answers of other settings ({', '.join(other)}): use --fresh or another "
+            "--out"
         )
+
+
+def _short(value: Any) -> str:
+    text = value["sha256"] if isinstance(value, dict) and "sha256" in value else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

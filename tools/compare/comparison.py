@@ -9,10 +9,9 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from engine.base.errors import UsageError
 from tools.bench import header as bench_header
 from tools.common.program import model_label, progress, say
-from tools.common.records import AnswerFile, Record, require_same
+from tools.common.records import AnswerFile, Record
 from tools.compare.bytes import Held
 from tools.compare.own import digests
 from tools.compare.run import Job
@@ -51,34 +50,20 @@ class Comparison:
         }
         if order.imports:
             settings["imports"] = digests(order.imports)
-        # as they are read back: tuples are lists
-        self.settings = json.loads(json.dumps(settings))
-        self.methods = {
+        methods = {
             f"{v.label} @ {length}": repr(v.method)
             for length, found in bench.variants.items()
             for v in found
             if v.method
         }
-        header = None if args.fresh else self.answers.load()
-        if header is not None:
-            self._check(header)
-        self.answers.start({"settings": self.settings, "methods": self.methods})
+        there = None if args.fresh else self.answers.load()
+        head = self.answers.go_on(there, {"settings": settings, "methods": methods})
+        self.settings, self.methods = head["settings"], head["methods"]
         self.todo = [
             (job, skip)
             for job in jobs(args.tasks, order.lengths, args.answers, args.questions)
             if (skip := self._answered(job)) is not None
         ]
-
-    def _check(self, header: Record) -> None:
-        """Raise UsageError where the answers there are belong to other settings."""
-        require_same(self.answers.path, header["settings"], self.settings)
-        moved = next((k for k, v in header["methods"].items() if self.methods.get(k, v) != v), None)
-        if moved:
-            raise UsageError(
-                f"{self.answers.path}: {moved} was {header['methods'][moved]} and is "
-                f"{self.methods[moved]} now: use --fresh or another --out"
-            )
-        self.methods = header["methods"] | self.methods
 
     def _answered(self, job: Job) -> tuple[str, ...] | None:
         """Labels of the variants that have answered everything about this document; None where all

@@ -104,6 +104,12 @@ class Variant:
         tokens = f" ({round(self.budget * capacity / 100):,} tokens)"
         return self.label + (tokens if self.kind == "share" else "")
 
+    def asked(self, task: str, length: int, seed: int, question: int, turn: int) -> dict[str, Any]:
+        """What a record says of who was asked what."""
+        own = {name: getattr(self, name) for name in ("name", "kind", "budget", "bank")}
+        where = dict(task=task, length=length, seed=seed, question=question, turn=turn)
+        return {"variant": self.label, **own, "kept": list(self.kept), **where}
+
     @property
     def entry(self) -> Entry:
         """Its row of the table."""

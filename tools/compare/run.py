@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -55,6 +55,10 @@ class Answer:
     decode_cpu: float = 0.0
     held: int = 0
     held_of: int = 0
+
+    def facts(self) -> Record:
+        """What a record keeps of it: all but what only the session needs."""
+        return {name: value for name, value in asdict(self).items() if name != "fed"}
 
     def count(self, session: Session) -> None:
         """Add the rows of the step that has just run."""
@@ -222,36 +226,12 @@ class Paper:
 
     def record(self, variant: Variant, question: int, turn: int, answer: Answer) -> Record:
         """One line of answers.jsonl."""
-        text, sample, job = self.text(answer.tokens), self.sample, self.job
+        text, sample = self.text(answer.tokens), self.sample
         return {
-            "variant": variant.label,
-            "name": variant.name,
-            "kind": variant.kind,
-            "budget": variant.budget,
-            "kept": list(variant.kept),
-            "bank": variant.bank,
-            "task": job.task,
-            "length": job.length,
-            "seed": self.seed,
-            "question": question,
-            "turn": turn,
+            **variant.asked(self.job.task, self.job.length, self.seed, question, turn),
             "depth": sample.meta["depths"][question],
             "right": int(is_right(self.rules.judge, text, sample, question)),
-            "steps": answer.steps,
-            "prompt_seconds": answer.prompt_seconds,
-            "decode_seconds": answer.decode_seconds,
-            "decode_cpu": answer.decode_cpu,
-            "held": answer.held,
-            "held_of": answer.held_of,
-            "bytes_read": answer.bytes_read,
-            "bytes_link": answer.bytes_link,
-            "compared": answer.compared,
-            "same": answer.same,
-            "kl": answer.kl,
-            "rows": answer.rows,
-            "context": answer.context,
-            "chosen": answer.chosen,
-            "tokens": answer.tokens,
+            **answer.facts(),
             "text": text,
             "expected": sample.answers[question],
         }

@@ -179,13 +179,8 @@ class Study:
                 if c.method is not None
             },
         }
-        earlier = None if args.fresh else self.file.load()
-        if earlier is not None:
-            for part in ("settings", "texts", "methods"):
-                _check(f"{self.file.path}", earlier[part], made[part], part == "settings")
-                made[part] = earlier[part] | made[part]
-        self.file.start(made)
-        return made
+        there = None if args.fresh else self.file.load()
+        return self.file.go_on(there, made, new=("question", "imports"))
 
     # ---------------------------------------------------------------- what is left
 
@@ -276,18 +271,3 @@ class Study:
                 except SettingError as error:
                     self.skipped[column.label] = f"{error}"
                 yield self.cost(rates, unit, column), time.perf_counter() - began, 1
-
-
-def _check(path: str, earlier: Record, now: Record, every: bool) -> None:
-    """Raise UsageError where something was different before. every: also where it is missing."""
-    for name, value in earlier.items():
-        if now.get(name, None if every else value) != value:
-            raise UsageError(
-                f"{path}: {name} was {_short(value)} and is {_short(now.get(name))} now: use "
-                "--fresh or another --out"
-            )
-
-
-def _short(value: Any) -> str:
-    text = value["sha256"] if isinstance(value, dict) else str(value)
-    return text if len(text) <= 80 else text[:77] + "..."

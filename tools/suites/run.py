@@ -7,14 +7,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from engine import LLM, Full
 from engine.base.errors import UsageError
 from tools.bench import header
 from tools.common.program import model_label, progress, replace_json, say
-from tools.common.records import AnswerFile, Record, require_same
+from tools.common.records import AnswerFile, Record
 from tools.compare.build import Facts
 from tools.compare.comparison import key_of, load_average, span
 from tools.compare.methods import Variant, variants
@@ -28,7 +28,6 @@ from tools.suites.ruler.tasks import differs
 from weights.fingerprint import weights_digest
 
 MARGIN = 64  # tokens of a chat template, kept free where --max-length is not given
-NOT_KEPT = ("fed",)  # of an Answer
 
 
 def key(record: Record) -> tuple:
@@ -61,12 +60,11 @@ class Asked:
         """One line of answers.jsonl, as tools.compare writes them; `right` is the score."""
         assert self.llm.tokenizer is not None
         text, prompt = self.llm.tokenizer.decode(answer.tokens), self.turns
-        facts = {name: value for name, value in asdict(answer).items() if name not in NOT_KEPT}
         return {
             **self.labelled(variant, question, turn),
             "depth": prompt.depth,
             "right": prompt.scores[question](text),
-            **facts,
+            **answer.facts(),
             "prompt_tokens": len(prompt.shared) + len(prompt.own[question]),
             "cut": prompt.cut,
             "text": text,
@@ -75,21 +73,8 @@ class Asked:
 
     def labelled(self, variant: Variant, question: int, turn: int) -> Record:
         """What was asked of whom."""
-        return {
-            "variant": variant.label,
-            "name": variant.name,
-            "kind": variant.kind,
-            "budget": variant.budget,
-            "kept": [],
-            "bank": "",
-            "suite": self.task.suite,
-            "task": self.task.name,
-            "length": self.job.length,
-            "setup": self.setup,
-            "seed": self.seed,
-            "question": question,
-            "turn": turn,
-        }
+        job, more = self.job, {"suite": self.task.suite, "setup": self.setup}
+        return variant.asked(job.task, job.length, self.seed, question, turn) | more
 
 
 class Suite:
@@ -117,16 +102,14 @@ class Suite:
         self.lengths = sorted({*(args.lengths if made else ()), *([self.limit] if brought else ())})
         self.variants = {length: self.at(length) for length in self.lengths}
         self.pace = Pace(tasks)
-        self.settings = self._settings()
-        self.methods = {
+        methods = {
             f"{v.label} @ {length}": repr(v.method)
             for length, found in self.variants.items()
             for v in runs(found)
         }
-        self.data = {f"{t.name}: {k}": v for t in tasks.values() for k, v in t.data.items()}
-        self._check(there)
-        head = {"settings": self.settings, "methods": self.methods, "data": self.data}
-        self.answers.start({**head, "limit": self.limit})
+        data = {f"{t.name}: {k}": v for t in tasks.values() for k, v in t.data.items()}
+        here = {"settings": self._settings(), "methods": methods, "data": data}
+        self.head = self.answers.go_on(there or None, here, limit=self.limit)
 
     def at(self, capacity: int) -> list[Variant]:
         """The methods at their budgets for so many tokens of prompt and answer."""
@@ -165,20 +148,6 @@ class Suite:
             "files": digests(files),
             "differs": differs(tuple(TASKS)),
         }
-
-    def _check(self, there: Record) -> None:
-        """Take over what an earlier run of the folder says. Raises UsageError where its answers are
-        of other settings, methods or data.
-        """
-        if not there:
-            return
-        path = self.answers.path
-        require_same(path, there["settings"], self.settings)
-        for name, here in (("methods", self.methods), ("data", self.data)):
-            before = there.get(name, {})
-            both = {k: v for k, v in before.items() if k in here}
-            require_same(path, both, {k: here[k] for k in both})
-            here |= {k: v for k, v in before.items() if k not in here}
 
     def todo(self) -> list[tuple[Job, Missing]]:
         """(document, who has not answered) of all with an answer missing: the first of every task
@@ -288,9 +257,7 @@ class Suite:
         """Write report.md and config.json of all answers there are; returns the page."""
         records = self.answers.records
         config = {
-            "settings": self.settings,
-            "methods": self.methods,
-            "data": self.data,
+            **self.head,
             "device": str(self.llm.device),
             "dtype": str(self.llm.dtype).removeprefix("torch."),
             "commit": header.commit(),

@@ -10,7 +10,7 @@ from pathlib import Path
 from engine import LLM, Full
 from engine.base.errors import UsageError
 from tools.common.program import model_label, progress, say
-from tools.common.records import AnswerFile, Record, require_same
+from tools.common.records import AnswerFile, Record
 from tools.compare.comparison import span
 from tools.paper.lines import choices, heavy, needles
 from tools.paper.programs import lengths_of, limit_of
@@ -56,10 +56,7 @@ def run_line(
         "dtype": args.dtype,
         "filters": args.filters,
     }
-    earlier = None if args.fresh else file.load()
-    if earlier is not None:
-        require_same(file.path, earlier["settings"], settings)
-    file.start({"settings": settings})
+    file.go_on(None if args.fresh else file.load(), {"settings": settings})
     lengths = lengths_of(args, table)
     if max(lengths) > llm.max_context:
         raise UsageError(
