@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from engine import LLM, Full, OmniKV
-from engine.base.errors import UsageError
 from engine.methods.base import Method
 from engine.session.session import Session
 from tools.banks.base import WINDOW
@@ -28,8 +27,8 @@ from tools.common import page
 from tools.common.arguments import command
 from tools.common.documents import texts
 from tools.common.intervals import wilson
-from tools.common.program import guarded, model_label, progress, replace_json, require_writable, say
-from tools.convert.weight_quality import Tally, add_text_arguments
+from tools.common.program import progress, replace_json, say
+from tools.convert.weight_quality import Tally, add_text_arguments, report
 
 BATCH = 50  # neighbouring positions whose mean is one observation of the interval
 
@@ -213,19 +212,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--share", type=float, default=0.0667, help="of the tokens that are chosen")
     args = parser.parse_args(argv)
 
-    def work() -> None:
-        if args.json:
-            require_writable("--json", args.json)
-        if args.tokens < 1 or args.length < 4:
-            raise UsageError("--tokens: expected at least 1, --length: at least 4")
-        names = checked(args.bank)
+    def rows() -> list[dict[str, Any]]:
         method = Full() if args.method == "full" else OmniKV(share=args.share, dense_below=0)
         save = partial(replace_json, args.json) if args.json else lambda rows: None
-        rows = measure(args.model, names, method, args.tokens, args.kinds, args.length, save)
-        print(
-            f"{model_label(args.model)}, {args.method}, against a bank of floats (perplexity "
-            f"{rows[0]['reference_perplexity']:.3f}), {rows[0]['tokens']} tokens\n"
-        )
-        print(table(rows))
+        given = args.model, checked(args.bank), method, args.tokens, args.kinds, args.length, save
+        return measure(*given)
 
-    return guarded(work)
+    about = "against a bank of floats (perplexity {reference_perplexity:.3f}), {tokens}"
+    return report(args, 4, rows, table, f"{args.method}, {about}")

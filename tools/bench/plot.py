@@ -8,14 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tools.common.page import pyplot, saved
+
 
 def plots(summary: dict[str, Any], folder: Path | str) -> list[Path]:
     """Write latency.png, speedup.png and memory.png into a folder; returns their paths. Raises
     ImportError without matplotlib.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
+    if pyplot() is None:
+        raise ImportError("matplotlib")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     panels: list[tuple[str, str, Callable]] = [
@@ -27,11 +28,9 @@ def plots(summary: dict[str, Any], folder: Path | str) -> list[Path]:
 
 
 def _figure(summary: dict[str, Any], path: Path, label: str, draw: Callable) -> Path:
-    import matplotlib.pyplot as plt
-
     model, hardware = summary["model"], summary["header"]["hardware"].split(",")[0]
     ticks = sorted({cell["n"] for cell in _cells(summary)})
-    fig, ax = plt.subplots(figsize=(7.5, 4.8))
+    fig, ax = pyplot().subplots(figsize=(7.5, 4.8))
     draw(ax, summary)
     ax.set_xscale("log", base=2)
     ax.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=20)
@@ -42,9 +41,7 @@ def _figure(summary: dict[str, Any], path: Path, label: str, draw: Callable) -> 
     if ax.get_legend_handles_labels()[0]:
         ax.legend(fontsize=8)
     fig.tight_layout()
-    fig.savefig(path, dpi=130)
-    plt.close(fig)
-    return path
+    return saved(fig, path, 130)
 
 
 def _cells(summary: dict[str, Any]) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from engine.methods.base import Method, Setup
 from engine.methods.select.minference import MInference, MInferenceRuntime
 from engine.methods.select.minference_patterns import checked
 from kernels.prefill.dense import prefill_dense_lse
+from tools.calibrate.texts import read_text
 from tools.common.arguments import add_flags, command
 from tools.common.page import table
 from tools.common.program import guarded, progress, replace_json, say
@@ -125,12 +126,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def document_ids(llm: LLM, file: str, length: int | None) -> list[int]:
     """Token ids of a text file, or of stdin for "-". Raises UsageError."""
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"--document {file}: found {error}, expected a readable UTF-8 file"
-        ) from error
+    text = read_text(file, "--document")
     ids = llm.encode(text)[: min(length or llm.max_context, llm.max_context)]
     if len(ids) < LEAST:
         raise UsageError(f"--document {file}: found {len(ids)} tokens, expected at least {LEAST}")

@@ -23,8 +23,9 @@ from engine.bank.base import Step
 from engine.base.errors import BadCheckpoint, UsageError
 from engine.base.version import VERSION
 from engine.methods.base import Runtime
+from tools.calibrate.lists.command import add_list_flags
 from tools.calibrate.similarity import measure_with, softmax_rows
-from tools.calibrate.texts import add_text_flags, texts_for
+from tools.calibrate.texts import texts_for
 from tools.common.arguments import command
 from tools.common.program import guarded, replace_json, say
 from weights.fingerprint import fingerprint
@@ -203,14 +204,7 @@ def run(args: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = command("tools.calibrate.pod_groups", "Group a model's layers for PodUntrained.")
-    add_text_flags(p)
-    p.add_argument("--length", type=int, default=4096, help="tokens per text (default 4096)")
-    p.add_argument(
-        "--positions",
-        type=int,
-        default=16,
-        help="rows measured at the end of each text (default 16, the paper's q)",
-    )
+    add_list_flags(p, NAME, positions=16)
     p.add_argument(
         "--delta",
         type=float,
@@ -222,10 +216,6 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         help="take the largest delta that saves this share of keys and values, not --delta",
     )
-    p.add_argument(
-        "--out", metavar="FILE", help="where to write pod.json (default: beside the model)"
-    )
-    p.add_argument("--dry-run", action="store_true", help="measure and print, write nothing")
     return p
 
 

@@ -33,12 +33,12 @@ def add_text_flags(
     add("--texts", type=int, default=texts, help=about)
 
 
-def read_text(file: str) -> str:
+def read_text(file: str, flag: str = "--text") -> str:
     """The text of a file, or of stdin where the name is "-". Raises UsageError."""
     try:
         return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--text {file}: found {error}, expected a readable UTF-8 file") from error
+        raise UsageError(f"{flag} {file}: found {error}, expected a readable UTF-8 file") from error
 
 
 def texts_for(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,8 @@ from typing import Any
 import torch
 
 from engine import LLM, Full
-from engine.base.errors import UsageError
 from tools.common import page
-from tools.common.arguments import command
+from tools.common.arguments import command, require_least
 from tools.common.documents import KINDS, REAL, texts
 from tools.common.program import (
     POCKET,
@@ -134,6 +133,29 @@ def add_text_arguments(parser: argparse.ArgumentParser, length: int) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
 
 
+def report(
+    args: argparse.Namespace,
+    least: int,
+    measure: Callable[[], list[dict[str, Any]]],
+    table: Callable[[list[dict[str, Any]]], str],
+    about: str,
+) -> int:
+    """Measure, print and keep the rows of a program with `add_text_arguments`. least: tokens of a
+    text; about: what stands above the table, with fields of the first row. Returns an exit code.
+    """
+
+    def work() -> None:
+        if args.json:
+            require_writable("--json", args.json)
+        require_least(args, tokens=1, length=least)
+        rows = measure()
+        print(f"{model_label(args.model)}, {about.format(**rows[0])} tokens\n\n{table(rows)}")
+        if args.json:
+            replace_json(args.json, rows)
+
+    return guarded(work)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 (the model does not load) or 2 (usage)."""
     parser = command("tools.convert.weight_quality", __doc__)
@@ -141,19 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--weights", nargs="+", choices=WORDS, default=["int8", "int4"])
     parser.add_argument("--dtype", default="auto", help="of the activations beside few bits")
     args = parser.parse_args(argv)
-
-    def work() -> None:
-        if args.json:
-            require_writable("--json", args.json)
-        if args.tokens < 1 or args.length < 2:
-            raise UsageError("--tokens: expected at least 1, --length: at least 2")
-        rows = measure(args.model, args.weights, args.dtype, args.tokens, args.kinds, args.length)
-        print(f"{model_label(args.model)}, against float32, {rows[0]['tokens']} tokens\n")
-        print(table(rows))
-        if args.json:
-            replace_json(args.json, rows)
-
-    return guarded(work)
+    given = args.model, args.weights, args.dtype, args.tokens, args.kinds, args.length
+    return report(args, 2, lambda: measure(*given), table, "against float32, {tokens}")
 
 
 if __name__ == "__main__":

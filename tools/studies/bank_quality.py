@@ -19,14 +19,13 @@ from unittest import mock
 import torch
 
 from engine import LLM, Full, OmniKV
-from engine.base.errors import UsageError
 from engine.session.session import Session
 from kernels.rows.forms import DTYPES, FORMS, Side
 from tools.common import page
 from tools.common.arguments import command
 from tools.common.documents import texts
-from tools.common.program import guarded, model_label, progress, replace_json, require_writable, say
-from tools.convert.weight_quality import Tally, add_text_arguments
+from tools.common.program import progress, say
+from tools.convert.weight_quality import Tally, add_text_arguments, report
 
 STEP = 18  # int8 values of the control are multiples of it: 15 of them, as 4 bits have
 
@@ -144,18 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--share", type=float, default=0.0667, help="of the tokens that are chosen")
     args = parser.parse_args(argv)
 
-    def work() -> None:
-        if args.json:
-            require_writable("--json", args.json)
-        if args.tokens < 1 or args.length < 4:
-            raise UsageError("--tokens: expected at least 1, --length: at least 4")
-        rows = measure(args.model, args.bank, args.tokens, args.kinds, args.length, args.share)
-        print(f"{model_label(args.model)}, against a bank of floats, {rows[0]['tokens']} tokens\n")
-        print(table(rows))
-        if args.json:
-            replace_json(args.json, rows)
-
-    return guarded(work)
+    given = args.model, args.bank, args.tokens, args.kinds, args.length, args.share
+    return report(args, 4, lambda: measure(*given), table, "against a bank of floats, {tokens}")
 
 
 if __name__ == "__main__":

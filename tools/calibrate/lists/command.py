@@ -16,13 +16,19 @@ from tools.common.program import require_writable
 from weights.fingerprint import fingerprint
 
 
-def add_list_flags(parser: argparse.ArgumentParser, name: str, share: str) -> None:
-    """Flags of a command that writes the file `name`; share: what --share is of."""
+def add_list_flags(
+    parser: argparse.ArgumentParser, name: str, share: str = "", positions: int = 24
+) -> None:
+    """Flags of a command that writes the file `name`; share: what --share is of, "" without it;
+    positions: the default of --positions.
+    """
     add_text_flags(parser)
     add = parser.add_argument
     add("--length", type=int, default=4096, help="tokens per text (default 4096)")
-    add("--positions", type=int, default=24, help="decode positions at a text's end (default 24)")
-    add("--share", type=float, default=0.1, help=f"{share} (default 0.1)")
+    about = "decode positions at a text's end (default %(default)s)"
+    add("--positions", type=int, default=positions, help=about)
+    if share:
+        add("--share", type=float, default=0.1, help=f"{share} (default 0.1)")
     add("--out", metavar="FILE", help=f"where to write {name} (default: beside the model)")
     add("--dry-run", action="store_true", help="measure and print, write nothing")
 
