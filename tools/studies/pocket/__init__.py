@@ -8,5 +8,5 @@ optim.py       Muon
 schedule.py    stages and machines
 run.py         a training run
 checkpoint.py  the folder in Hugging Face layout
-simulation.py  OmniKV, H2O and StreamingLLM by masks, for tools.studies.pocket.filters
+filters.py     filter layers by brute force over the tasks
 """

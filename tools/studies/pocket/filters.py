@@ -1,6 +1,4 @@
-"""Find filter layers by brute force over the
-tasks, and write omnikv.json.
-"""
+"""Find filter layers by brute force over the tasks, and write omnikv.json."""
 
 from __future__ import annotations
 
@@ -8,16 +6,19 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from engine import LLM, Full, OmniKV
+from engine.methods.base import Method
+from engine.plan.layers import layer_plan
 from tools.common.arguments import command
 from tools.common.program import guarded, replace_json
-from tools.studies.pocket.simulation import Prompt, Setting, Simulated, layer_roles
+from tools.compare.turns import Turns
+from tools.studies.prefill.quality import score as exact
 from tools.tasks import MAIN, TASKS, make_sample
+from tools.tasks.prompts import token_counter
 from weights.fingerprint import fingerprint
 
 Table = dict[str, dict[str, list[int]]]  # {setting: {task: [right, asked]}}
@@ -29,7 +30,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "tools.studies.pocket.filters",
         "Find a model's filter layers by brute force over the tasks.",
     )
-    parser.add_argument("folder", type=Path, help="a model in Hugging Face layout, without biases")
+    parser.add_argument("folder", type=Path, help="a model in Hugging Face layout")
     parser.add_argument("--length", type=int, default=2048, help="tokens per document")
     parser.add_argument("--documents", type=int, default=4, help="per task")
     parser.add_argument("--questions", type=int, default=4, help="per document, at most")
@@ -43,79 +44,50 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def prompts(
-    model: Simulated,
-    folder: Path,
-    tasks: Sequence[str],
-    length: int,
-    count: int,
-    questions: int,
-    with_mass: bool = False,
-) -> Iterator[tuple[str, Prompt, torch.Tensor, list[int]]]:
-    """Yield (task, prompt with the question read, its last logits, ids of the right answer) for
-    every question. Each document is read once.
-    """
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
-    def size(text: str) -> int:
-        return len(encode(text))
-
-    vocabulary = tokenizer.get_vocab()
-    bos, user, assistant, end = (
-        vocabulary[f"<|{name}|>"] for name in ("bos", "user", "assistant", "end")
-    )
-    for task in tasks:
-        most = min(questions, TASKS[task].max_questions)
-        for seed in range(count):
-            sample = make_sample(task, length, size, 10_000 + seed, most)
-            document = model.read([bos, *encode(sample.document.rstrip() + "\n")], with_mass)
-            for question, answer in zip(sample.questions, sample.answers, strict=True):
-                prompt, last = model.extend(document, [user, *encode(question), assistant])
-                yield task, prompt, last, [*encode(answer), end]
-
-
 def score(
-    model: Simulated,
-    folder: Path,
-    settings: dict[str, Setting],
+    llm: LLM,
+    settings: Mapping[str, Method],
     tasks: Sequence[str],
     length: int,
     count: int,
     questions: int,
 ) -> Table:
-    """Right and asked answers of every setting and task."""
+    """Right and asked answers of every setting and task; an answer is right where every token of it
+    and its end are the most likely ones behind those before. A document is read once.
+    """
+    tokenizer, ends = llm.tokenizer, llm.end_token_ids
+    size = token_counter(tokenizer)
     table: Table = {name: {task: [0, 0] for task in tasks} for name in settings}
-    evicting = any(s.keep for s in settings.values())
-    for task, prompt, last, right in prompts(
-        model, folder, tasks, length, count, questions, evicting
-    ):
-        first, rest = int(last.argmax()) == right[0], torch.tensor(right[1:])
-        for name, setting in settings.items():
-            # the first token comes from the prompt, which every method but an evicting one reads in
-            # full
-            good = first and torch.equal(model.answer(prompt, right[:-1], setting).argmax(-1), rest)
-            table[name][task][0] += good
-            table[name][task][1] += 1
+    for task in tasks:
+        for seed in range(count):
+            most = min(questions, TASKS[task].max_questions)
+            sample = make_sample(task, length, size, 10_000 + seed, most)
+            turns = Turns(tokenizer, sample.document, sample.questions)
+            with llm.session(Full()) as session:
+                session.prefill(turns.shared)
+                for name, method in settings.items():
+                    session.set_method(method)
+                    for ids, text in zip(turns.own, sample.answers, strict=True):
+                        right = tokenizer.encode(text, special=False)
+                        table[name][task][0] += exact(session, ids, right, ends)[0]
+                        table[name][task][1] += 1
+                        session.truncate(len(turns.shared))
     return table
 
 
 def candidates(
     layers: int, most: int, wait_choices: Sequence[int], share: float
-) -> dict[str, Setting]:
+) -> dict[str, Method]:
     """Every set of one to `most` filter layers that leaves at least two sparse layers."""
-    out = {}
+    out: dict[str, Method] = {}
     for size in range(1, most + 1):
         for filters in itertools.combinations(range(layers - 1), size):
             for wait in wait_choices:
-                if layer_roles(layers, filters, wait).count("sparse") >= 2:
-                    out[f"{','.join(map(str, filters))} wait {wait}"] = Setting(
-                        filters, wait, share
+                if len(layer_plan(layers, filters, wait).sparse_layers) >= 2:
+                    method = OmniKV(
+                        filter_layers=filters, wait_layers=wait, share=share, dense_below=0
                     )
+                    out[f"{','.join(map(str, filters))} wait {wait}"] = method
     return out
 
 
@@ -124,7 +96,7 @@ def mean(row: dict[str, list[int]]) -> float:
     return sum(r / n for r, n in row.values()) / len(row)
 
 
-def best(table: Table, settings: dict[str, Setting], layers: int) -> str:
+def best(table: Table, settings: Mapping[str, Method], layers: int) -> str:
     """The name of the setting to use.
 
     Of the settings that answer no task worse than full attention (without any: within one point of
@@ -139,35 +111,41 @@ def best(table: Table, settings: dict[str, Setting], layers: int) -> str:
         close = [name for name in others if mean(table[name]) >= bar]
 
     def rank(name: str) -> tuple[int, int, float]:
-        setting = settings[name]
-        sparse = layer_roles(layers, setting.filters, setting.wait).count("sparse")
-        return sparse, -len(setting.filters), mean(table[name])
+        filters, wait = chosen(settings[name])
+        sparse = len(layer_plan(layers, filters, wait).sparse_layers)
+        return sparse, -len(filters), mean(table[name])
 
     return max(sorted(close, key=lambda name: -mean(table[name])), key=rank)
 
 
+def chosen(method: Method) -> tuple[tuple[int, ...], int]:
+    """(filter layers, wait layers) of a candidate."""
+    assert isinstance(method, OmniKV)
+    return tuple(method.filter_layers or ()), int(method.wait_layers or 0)
+
+
 def run(args: argparse.Namespace) -> None:
     """Score every candidate, print the table and write omnikv.json."""
-    torch.set_num_threads(1)
-    began, model = time.monotonic(), Simulated(args.folder)
-    settings = {"full": Setting()} | candidates(model.layers, args.most, args.wait, args.share)
-    table = score(
-        model, args.folder, settings, args.tasks, args.length, args.documents, args.questions
-    )
+    began = time.monotonic()
+    llm = LLM(str(args.folder), device="cpu", dtype="float32", threads=1, method=Full())
+    layers = llm.config.num_layers
+    settings = {"full": Full()} | candidates(layers, args.most, args.wait, args.share)
+    table = score(llm, settings, args.tasks, args.length, args.documents, args.questions)
     for name in sorted(settings, key=lambda name: -mean(table[name])):
         shown = " ".join(f"{t}={r / n:.2f}" for t, (r, n) in table[name].items())
         print(f"{name:16s} mean {mean(table[name]):.3f} | {shown}")
     print(f"{time.monotonic() - began:.0f} s")
-    name = best(table, settings, model.layers)
+    name = best(table, settings, layers)
     print(f"chosen: {name}, full {mean(table['full']):.3f}, chosen {mean(table[name]):.3f}")
     if args.dry:
         return
+    filters, wait = chosen(settings[name])
     scores = {n: {t: round(r / c, 4) for t, (r, c) in table[n].items()} for n in ("full", name)}
     data: dict[str, Any] = {
         "format": 1,
         "fingerprint": fingerprint(args.folder),
-        "filter_layers": list(settings[name].filters),
-        "wait_layers": settings[name].wait,
+        "filter_layers": list(filters),
+        "wait_layers": wait,
         "k": {"share": args.share},
         "scores": scores,
         "made_by": f"tools.studies.pocket.filters: brute force, {args.length} tokens, "
