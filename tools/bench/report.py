@@ -10,6 +10,7 @@ from engine.base.figures import human
 from tools.bench import gather as bench_gather
 from tools.bench.allowed import allowed
 from tools.bench.split import SMALL, STAGES
+from tools.common.page import line
 
 
 def summary(result, head, warnings):
@@ -99,28 +100,17 @@ def allowed_rows(cells):
         [
             row.name,
             f"tg @ d{row.n}",
-            f"{row.read / 1e6:.2f}",
-            f"{row.choosing / 1e6:.2f}",
-            f"{1e3 * row.seconds:.2f}",
-            f"{1e3 * row.allowed:.2f}",
+            *(f"{size / 1e6:.2f}" for size in (row.read, row.choosing)),
+            *(f"{1e3 * seconds:.2f}" for seconds in (row.seconds, row.allowed)),
             f"{row.ratio:.2f}",
-            "" if row.alike is None else f"{1e3 * row.alike:.2f}",
-            "" if row.own is None else f"{row.own:.2f}",
+            _number(row.alike, 1e3, ".2f"),
+            _number(row.own, 1, ".2f"),
         ]
         for row in allowed(cells)
     ]
-    columns = [
-        "beside omnikv's bytes",
-        "test",
-        "MB of K and V",
-        "to choose",
-        "ms/token",
-        "ms allowed",
-        "ratio",
-        "ms of full's",
-        "ratio to it",
-    ]
-    return _table(columns, rows) if rows else []
+    columns = "beside omnikv's bytes|test|MB of K and V|to choose|ms/token|ms allowed|ratio|"
+    columns += "ms of full's|ratio to it"
+    return _table(columns.split("|"), rows) if rows else []
 
 
 def _table(columns, rows):
@@ -129,22 +119,14 @@ def _table(columns, rows):
     """
     rows = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
-    lines = [
-        "| "
-        + " | ".join(_pad(cell, width, i) for i, (cell, width) in enumerate(zip(row, widths)))
-        + " |"
+    padded = [
+        [cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))]
         for row in [columns, *rows]
     ]
-    rule = (
-        "|"
-        + "|".join("-" * (width + 1) + ("-" if i == 0 else ":") for i, width in enumerate(widths))
-        + "|"
-    )
+    lines = list(map(line, padded))
+    rule = "|".join("-" * (width + 1) + (":" if i else "-") for i, width in enumerate(widths))
+    rule = f"|{rule}|"
     return [lines[0], rule, *lines[1:]]
-
-
-def _pad(text, width, column):
-    return text.ljust(width) if column == 0 else text.rjust(width)
 
 
 def decode_rows(result):
@@ -155,22 +137,9 @@ def decode_rows(result):
     if not cells:
         return []
     peers = [
-        name
-        for name in ("transformers", "llama.cpp")
-        if any(c.name == name and c.seconds for c in cells)
+        p for p in ("transformers", "llama.cpp") if any(c.name == p and c.seconds for c in cells)
     ]
-    columns = [
-        "method",
-        "test",
-        "t/s",
-        "ms/token",
-        "p95",
-        "floor ms",
-        "of floor",
-        "GB/s",
-        "x full",
-        "bytes allow",
-    ]
+    columns = "method|test|t/s|ms/token|p95|floor ms|of floor|GB/s|x full|bytes allow".split("|")
     columns += [f"x {p}" for p in peers]
     rows, notes = [], []
     for c in cells:
@@ -221,15 +190,10 @@ def _prefill_rows(result):
             )
         else:
             rows.append([c.name, c.test, c.why, "-", "-", "-", ""])
-    columns = [
-        "prefill",
-        "test",
-        "t/s",
-        "seconds (to first token)",
-        "x transformers",
-        "x llama.cpp",
-        "from host memory",
-    ]
+    columns = (
+        "prefill|test|t/s|seconds (to first token)|x transformers|x llama.cpp|from host memory"
+    )
+    columns = columns.split("|")
     return _table(columns, rows) if rows else []
 
 

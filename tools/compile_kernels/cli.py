@@ -25,6 +25,7 @@ from pathlib import Path
 from time import strftime
 
 from kernels.launch.triton import HAVE_TRITON, triton
+from tools.common import page
 from tools.common.arguments import command
 from tools.common.program import progress, replace_text
 from tools.compile_kernels.cases import Case, shipped
@@ -70,34 +71,18 @@ def parser() -> argparse.ArgumentParser:
 
 def table(reports: Sequence[Report], timed: bool = True) -> str:
     """The reports as Markdown; without the compiler's own time it is the same on every machine."""
-    columns = (
-        "kernel",
-        "configuration",
-        "target",
-        "regs",
-        "spill",
-        "static",
-        "dynamic",
-        *COUNTED,
-        *(["s"] if timed else []),
-    )
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    columns = "kernel | configuration | target | regs | spill | static | dynamic".split(" | ")
+    columns += [*COUNTED, *["s"] * timed]
+    rows = []
     for r in reports:
-        counts = [r.instructions.get(name, 0) for name in COUNTED]
-        cells = (
-            r.kernel,
-            r.case,
-            r.target,
-            r.registers,
-            r.spill,
-            r.static_shared,
-            r.dynamic_shared,
-            *counts,
-            *([r.seconds] if timed else []),
-        )
+        cells = [r.kernel, r.case, r.target]
         if r.error:
-            cells = (r.kernel, r.case, r.target, r.error[:60], *[""] * (len(columns) - 4))
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+            cells += [r.error[:60], *[""] * (len(columns) - 4)]
+        else:
+            cells += [r.registers, r.spill, r.static_shared, r.dynamic_shared]
+            cells += [r.instructions.get(name, 0) for name in COUNTED] + [r.seconds] * timed
+        rows.append(cells)
+    lines = page.table(columns, rows)
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from engine.base.errors import EngineError
 from engine.base.figures import count
 from engine.model.config.config import ModelConfig
+from tools.common.page import table
 from tools.families.facts import Facts, known
 from tools.families.models import SMALL
 from tools.families.probes import Attempt
@@ -97,7 +98,7 @@ def page(results: Mapping[str, Sequence[Attempt]]) -> str:
     shown = ", ".join(f"`{name}`" for name in sorted(common))
     blocks = [
         *(HEAD.strip(), TRIED.strip()),
-        "\n".join([*head(), *rows]),
+        "\n".join(table(["variant", "family", *COLUMNS, "other methods"], rows)),
         *notes(results),
         "## The families",
         prose(f"Every family reads {shown}."),
@@ -108,13 +109,7 @@ def page(results: Mapping[str, Sequence[Attempt]]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def head() -> list[str]:
-    """The first two lines of the table."""
-    names = ("variant", "family", *COLUMNS, "other methods")
-    return ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
-
-
-def row(name: str, family: str, found: Sequence[Attempt]) -> str:
+def row(name: str, family: str, found: Sequence[Attempt]) -> list[str]:
     """One variant's line of the table."""
     by_name = {attempt.name: attempt.why for attempt in found}
     cells = [_cell([by_name[column]]) for column in COLUMNS]
@@ -123,7 +118,7 @@ def row(name: str, family: str, found: Sequence[Attempt]) -> str:
     last = f"{works} of {len(others)} work"
     if works < len(others):
         last += " " + _letters(others)
-    return "| " + " | ".join([f"`{name}`", family, *cells, last]) + " |"
+    return [f"`{name}`", family, *cells, last]
 
 
 def _cell(why: Sequence[str]) -> str:
@@ -177,18 +172,17 @@ def section(fact: Facts) -> Iterator[str]:
     ]
     yield "\n".join(_item(line) for line in lines)
     if fact.aliases:
-        table = [
-            "| alias | hub id | context | weights, bfloat16 | filter layers, as published | note |"
-        ]
-        table.append("|---|---|---|---|---|---|")
+        rows = []
         for name, alias in fact.aliases.items():
             filters = ",".join(map(str, alias.filter_layers or ())) or "none"
             size = f"{alias.params / 1e9:.2f}B, {alias.bytes_bf16 / 1e9:.1f} GB"
-            table.append(
-                f"| `{name}` | {alias.hub_id} | {count(alias.context)} | {size} | {filters} | "
-                f"{alias.note} |"
+            rows.append(
+                (f"`{name}`", alias.hub_id, count(alias.context), size, filters, alias.note)
             )
-        yield "\n".join(table)
+        columns = (
+            "alias | hub id | context | weights, bfloat16 | filter layers, as published | note"
+        )
+        yield "\n".join(table(columns, rows))
 
 
 def _code(names: Sequence[str]) -> str:

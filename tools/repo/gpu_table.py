@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.base.errors import UsageError
+from tools.common.page import line
 from tools.common.program import guarded, replace_text
 from tools.repo.pages import put
 
@@ -93,27 +94,30 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         where,
         "",
-        _row("ms a token at", *map(str, DEPTHS)),
-        _row("---", *["---:"] * len(DEPTHS)),
+        line(["ms a token at", *map(str, DEPTHS)]),
+        line(["---", *["---:"] * len(DEPTHS)]),
     ]
     for label, names, floors, goals in ROWS:
         for kind, known in (("floor", floors), ("goal", goals)):
             if known:
-                lines.append(_row(f"{label}: {kind}", *(known.get(n, "") for n in DEPTHS)))
+                lines.append(line([f"{label}: {kind}", *(known.get(n, "") for n in DEPTHS)]))
         asked = {*floors, *goals} or {8192}
         lines.append(
-            _row(f"**{label}: measured**", *(_time(found, names, n, n in asked) for n in DEPTHS))
+            line([f"**{label}: measured**", *(_time(found, names, n, n in asked) for n in DEPTHS)])
         )
-    lines += ["", _row("prompt, s", "goal", "measured"), _row("---", "---:", "---:")]
+    lines += ["", line(["prompt, s", "goal", "measured"]), line(["---", "---:", "---:"])]
     for name, n, goal in PROMPTS:
         one = cell(found, (name,), f"pp{n}", n)
         seconds = NONE if one is None else f"{one['ms_median'] / 1e3:.1f}"
-        lines.append(_row(f"{name}, {n} tokens", goal, seconds))
-    lines += ["", _row("first answer of a fresh machine, kernels compiled", "load, s", "token, s")]
-    lines.append(_row("---", "---:", "---:"))
+        lines.append(line([f"{name}, {n} tokens", goal, seconds]))
+    lines += [
+        "",
+        line(["first answer of a fresh machine, kernels compiled", "load, s", "token, s"]),
+    ]
+    lines.append(line(["---", "---:", "---:"]))
     for label, name in STARTS:
         facts = (found.get("start") or {}).get(name, {})
-        lines.append(_row(label, *(_seconds(facts, key) for key in ("load", "answer"))))
+        lines.append(line([label, *(_seconds(facts, key) for key in ("load", "answer"))]))
     return "\n".join(lines) + "\n"
 
 
@@ -127,10 +131,6 @@ def _time(found: dict[str, Any], names: Sequence[str], n: int, asked: bool) -> s
         return NONE if asked else ""
     share = f" ({one['share_of_floor']:.0%})" if "share_of_floor" in one else ""
     return f"{one['ms_median']:.2f}{share}"
-
-
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

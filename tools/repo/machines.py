@@ -15,6 +15,7 @@ from engine.base.figures import human
 from engine.cli.fits import Machine
 from engine.load.options import Options
 from engine.plan.free_memory import Free
+from tools.common.page import line
 from tools.common.program import guarded, replace_text
 from tools.repo.pages import put
 from weights.aliases import ALIASES
@@ -69,17 +70,13 @@ def cell(machine: Machine, name: str, options: Options) -> str:
 def table(names: Sequence[str] = tuple(ALIASES)) -> str:
     """The page's table for these aliases."""
     known = machines()
-    lines = [_row("model", "its weights", *(heading for heading, _, _ in known))]
-    lines.append(_row("---", "---:", *["---:"] * len(known)))
+    lines = [line(["model", "its weights", *(heading for heading, _, _ in known)])]
+    lines.append(line(["---", "---:", *["---:"] * len(known)]))
     for name in names:
         size = human(ALIASES[name].bytes_bf16)
         cells = (cell(machine, name, options) for _, machine, options in known)
-        lines.append(_row(f"`{name}`", size, *cells))
+        lines.append(line([f"`{name}`", size, *cells]))
     return "\n".join(lines) + "\n"
-
-
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

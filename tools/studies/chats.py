@@ -30,6 +30,7 @@ from engine.sampling.params import SamplingParams
 from engine.session.session import Session
 from tools.bench.header import commit
 from tools.calibrate.pod_groups import read_blocks
+from tools.common import page
 from tools.common.arguments import command
 from tools.common.program import POCKET, guarded, replace_text, say
 
@@ -260,9 +261,8 @@ def table(rows: Sequence[dict]) -> str:
         "being asked again (`/retry`; behind `/load`). Right: of ten. Back, restored, branch, cut: "
         "whether the same tokens come again.",
         "",
-        "| method | tier | answers | right | back | restored | branch | cut | refused | failed |",
-        "|---|---|---:|---:|---|---|---|---|---:|---:|",
     ]
+    shown = []
     for row in rows:
         if not row["opened"]:
             cells = ["-"] * 6
@@ -271,8 +271,9 @@ def table(rows: Sequence[dict]) -> str:
             short = ["same" if s == "same" else s.split(":")[0][:9] for s in sides]
             cells = [row["answers"], row["right"], row["back"], row["restored"], *short]
         counts = [len(row["refused"]), len(row["failed"])]
-        cells = [row["method"], row["tier"], *cells, *counts]
-        out.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+        shown.append([row["method"], row["tier"], *cells, *counts])
+    head = "method | tier | answers | right | back | restored | branch | cut | refused | failed"
+    out += page.table(head, shown)
     for title, key in (("What was refused", "refused"), ("What failed", "failed")):
         lines: dict[str, list[str]] = {}
         for row in rows:

@@ -19,6 +19,7 @@ from engine import LLM, OmniKV
 from engine.runner.prompt import WARM
 from kernels.tier.lru_slots import make_slots, plan_slots
 from tools.common.arguments import add_flags, command
+from tools.common.page import line, table
 from tools.common.program import guarded
 from tools.tasks import make_sample
 from tools.tasks.prompts import token_counter
@@ -102,9 +103,8 @@ def run(args: argparse.Namespace) -> None:
         f"{args.model}, documents of {args.length} tokens, tasks {', '.join(args.tasks)}, "
         "answers fed token by token\n"
     )
-    slots_shown = " | ".join(f"LRU {s:g} x k" for s in SLOTS)
-    print(f"| share | k | group of layer | last set only | {slots_shown} |")
-    print("|---" * (4 + len(SLOTS)) + "|")
+    slots = (f"LRU {s:g} x k" for s in SLOTS)
+    print("\n".join(table(["share", "k", "group of layer", "last set only", *slots], ())))
     for share in args.shares:
         method = OmniKV(
             filter_layers=tuple(args.filters) if args.filters else None,
@@ -123,8 +123,8 @@ def run(args: argparse.Namespace) -> None:
                     counted[layer, slots][1] += asked
         for layer in sorted({layer for layer, _ in counted}):
             rates = [counted[layer, slots] for slots in (0, *SLOTS)]
-            shown = " | ".join(f"{hits / max(1, asked):.1%}" for hits, asked in rates)
-            print(f"| {share:g} | {k} | {layer} | {shown} |", flush=True)
+            shown = (f"{hits / max(1, asked):.1%}" for hits, asked in rates)
+            print(line([f"{share:g}", k, layer, *shown]), flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
