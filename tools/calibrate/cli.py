@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from engine import LLM, Full
+from engine import LLM
 from engine.base.errors import UsageError
 from engine.base.version import VERSION
 from engine.plan.filter_layers import FORMAT, NAME, cache_file
@@ -27,7 +27,7 @@ from tools.calibrate.choose_layers import Choice, best_sets, choose
 from tools.calibrate.report import plot, report
 from tools.calibrate.similarity import head_groups, kept, measure
 from tools.calibrate.texts import add_text_flags, texts_for
-from tools.common.arguments import add_flags, command
+from tools.common.arguments import add_flags, command, loaded
 from tools.common.program import guarded, replace_json, replace_text, require_writable, say
 from weights.aliases import ALIASES
 from weights.fingerprint import fingerprint
@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> None:
     """Calibrate, print the table and write what was asked for."""
     began = time.perf_counter()
     require_places(args)
-    llm = LLM(args.model, device=args.device, dtype=args.dtype, method=Full())
+    llm = loaded(args)
     require_numbers(args, llm.config.num_layers)
     whole = len(llm.config.seeing_layers)
     if whole < 3:

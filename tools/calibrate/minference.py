@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from engine import LLM, Full
+from engine import LLM
 from engine.bank.device import DeviceBank
 from engine.base.errors import UsageError
 from engine.base.version import VERSION
@@ -27,7 +27,7 @@ from engine.methods.select.minference import MInference, MInferenceRuntime
 from engine.methods.select.minference_patterns import checked
 from kernels.prefill.dense import prefill_dense_lse
 from tools.calibrate.texts import read_text
-from tools.common.arguments import add_flags, command
+from tools.common.arguments import add_flags, command, loaded
 from tools.common.page import table
 from tools.common.program import guarded, progress, replace_json, say
 from weights.fingerprint import fingerprint
@@ -137,14 +137,7 @@ def run(args: argparse.Namespace) -> None:
     """Search, print the table and write what was asked for."""
     if args.length is not None and args.length < LEAST:
         raise UsageError(f"--length: found {args.length}, expected at least {LEAST}")
-    llm = LLM(
-        args.model,
-        device=args.device,
-        dtype=args.dtype,
-        threads=args.threads,
-        method=Full(),
-        offload="device",
-    )
+    llm = loaded(args, offload="device")
     ids = document_ids(llm, args.document, args.length)
     found = search_patterns(
         llm, ids, progress=lambda done, total: progress(f"{done} of {total} layers")

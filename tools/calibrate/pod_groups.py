@@ -26,7 +26,7 @@ from engine.methods.base import Runtime
 from tools.calibrate.lists.command import add_list_flags
 from tools.calibrate.similarity import measure_with, softmax_rows
 from tools.calibrate.texts import texts_for
-from tools.common.arguments import command
+from tools.common.arguments import command, loaded
 from tools.common.program import guarded, replace_json, say
 from weights.fingerprint import fingerprint
 from weights.jsonfile import inside, read_object, shown
@@ -162,7 +162,7 @@ def read_blocks(folder: str | Path) -> Blocks:
 
 def run(args: argparse.Namespace) -> None:
     """Group the layers, print the blocks and write pod.json."""
-    llm = LLM(args.model, device=args.device, dtype=args.dtype, method=Full())
+    llm = loaded(args)
     length = min(args.length, llm.max_context)
     if length < 256 or args.positions < 1 or args.texts < 1 or not 0 <= args.delta <= 1:
         raise UsageError(

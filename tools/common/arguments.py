@@ -1,4 +1,6 @@
-"""Flags that programs of tools share, by name: one spelling, one default, one sentence of help."""
+"""Flags that programs of tools share, by name: one spelling, one default, one sentence of help; and
+the model that they name.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine import LLM, Full
 from engine.base.errors import UsageError
 from tools.common.program import POCKET
 
@@ -74,3 +77,25 @@ def require_minutes(args: argparse.Namespace) -> None:
     """Raise UsageError for --minutes that are no time."""
     if args.minutes is not None and not args.minutes > 0:
         raise UsageError(f"--minutes: found {args.minutes:g}, expected a number above 0")
+
+
+def loaded(args: argparse.Namespace, texts: bool = False, **more: Any) -> LLM:
+    """The model of --model on --device in --dtype with --threads, as far as there are such flags,
+    under full attention. more: LLM's options, which come first. Raises UsageError where `texts` are
+    to be made of its tokens and it has none.
+    """
+    flags = {n: getattr(args, n) for n in ("device", "dtype", "threads") if hasattr(args, n)}
+    llm = LLM(str(args.model), **{"method": Full(), **flags, **more})
+    if texts and llm.tokenizer is None:
+        raise UsageError("this model has no tokenizer, and prompts are made of its tokens")
+    return llm
+
+
+def require_plain(llm: LLM, cap: bool = True) -> None:
+    """Raise UsageError where not every layer sees everything by heads with keys of their own. cap:
+    whether a cap on scores is left alone.
+    """
+    config = llm.config
+    other = config.latent or config.local_layers or config.recurrent_layers
+    if other or (config.block.score_cap and not cap):
+        raise UsageError(f"--model: found {config.family}, expected layers of plain full attention")

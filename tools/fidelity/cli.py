@@ -15,11 +15,10 @@ from pathlib import Path
 
 import torch
 
-from engine import LLM, Full
 from engine.base.errors import UsageError
 from engine.plan.layers import layer_plan
 from tools.bench import header as bench_header
-from tools.common.arguments import add_flags, command, require_least, require_minutes
+from tools.common.arguments import add_flags, command, loaded, require_least, require_minutes
 from tools.common.documents import KINDS, SPLITS
 from tools.common.program import guarded, say
 from tools.compare.comparison import span
@@ -138,13 +137,7 @@ def run(args: argparse.Namespace) -> None:
     REGISTRY.update(load(args.imports))
     if args.threads:
         torch.set_num_threads(args.threads)
-    llm = LLM(
-        str(args.model),
-        device=args.device,
-        dtype=args.dtype,
-        threads=args.threads,
-        method=Full(),
-    )
+    llm = loaded(args)
     study = Study(args, llm)
     rates = Rates.measured(llm)
     todo = [(len(found), unit) for unit in study.units if (found := study.todo(unit))]

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine import LLM, Full
+from engine import LLM
 from engine.base.errors import BadCheckpoint, UsageError
 from engine.base.version import VERSION
 from engine.methods.evict.duo_gates import gates_text
 from engine.methods.tables.head_table import facts_of
 from engine.model.llama import Llama, post_attention, pre_attention, rms_norm
 from engine.model.rope import Rotary
-from tools.common.arguments import add_flags, command
+from tools.common.arguments import add_flags, command, loaded, require_plain
 from tools.common.page import table
 from tools.common.program import guarded, replace_json, replace_text, require_writable, say
 from tools.tasks.prompts import common_start, completed, token_counter
@@ -211,10 +211,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Learn, print the gates and write them."""
     args = arguments(argv)
-    llm = LLM(args.model, device="cpu", dtype="float32", threads=args.threads, method=Full())
+    llm = loaded(args, device="cpu", dtype="float32")
     config = llm.config
-    if config.latent or config.local_layers or config.recurrent or config.block.score_cap:
-        raise UsageError(f"--model: found {config.family}, expected layers of plain full attention")
+    require_plain(llm, cap=False)
     out = Path(args.out or llm.folder / NAME)
     require_writable("--out", out)
     settings = {

@@ -25,7 +25,7 @@ from engine.methods.select.index.channels import Channels, channels_text
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
-from tools.common.arguments import add_flags, command
+from tools.common.arguments import add_flags, command, loaded, require_plain
 from tools.common.program import guarded, replace_text, require_writable
 from weights.fingerprint import fingerprint
 
@@ -103,10 +103,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Read the text, rank the channels and write them."""
     args = arguments(argv)
-    llm = LLM(args.model, device="cpu", dtype="float32", threads=args.threads, method=Full())
+    llm = loaded(args, device="cpu", dtype="float32")
     config = llm.config
-    if config.latent or config.local_layers or config.recurrent or config.block.score_cap:
-        raise UsageError(f"--model: found {config.family}, expected layers of plain full attention")
+    require_plain(llm, cap=False)
     out, text = Path(args.out or llm.folder / NAME), Path(args.text or llm.folder / TEXT)
     require_writable("--out", out)
     try:

@@ -27,7 +27,7 @@ from engine.plan.prefill_time import PrefillFlops
 from kernels.launch.isa import isa
 from tools.bench.header import commit
 from tools.common import page
-from tools.common.arguments import add_flags, command
+from tools.common.arguments import add_flags, command, loaded
 from tools.common.documents import texts
 from tools.common.intervals import Interval, over_texts
 from tools.common.program import guarded, progress, replace_text, say
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         more = args.length + args.scored
-        llm = LLM(args.model, method=Full(), threads=args.threads, max_context=more, device="cpu")
+        llm = loaded(args, max_context=more, device="cpu")
         found = measured(llm, args)
         lines = [
             "# Prompts that choose",

@@ -17,13 +17,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from engine import LLM, Full, Razor
+from engine import LLM, Razor
 from engine.base.errors import UsageError
 from engine.base.version import VERSION
 from engine.methods.evict.razor_heads import Heads, heads_text
 from engine.model.llama import Llama, post_attention, pre_attention
 from engine.model.rope import Rotary
-from tools.common.arguments import add_flags, command
+from tools.common.arguments import add_flags, command, loaded, require_plain
 from tools.common.page import table
 from tools.common.program import guarded, replace_text, require_writable
 from weights.fingerprint import fingerprint
@@ -137,10 +137,9 @@ def show(heads: Heads, method: Razor) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Probe, print the scores and write them."""
     args = arguments(argv)
-    llm = LLM(args.model, device="cpu", dtype="float32", threads=args.threads, method=Full())
+    llm = loaded(args, device="cpu", dtype="float32")
     config = llm.config
-    if config.latent or config.local_layers or config.recurrent or config.block.score_cap:
-        raise UsageError(f"--model: found {config.family}, expected layers of plain full attention")
+    require_plain(llm, cap=False)
     out = Path(args.out or llm.folder / NAME)
     require_writable("--out", out)
     ids, first = text_of(llm, args.length, args.repeats, args.seed)

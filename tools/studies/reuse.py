@@ -18,7 +18,7 @@ import torch
 from engine import LLM, OmniKV
 from engine.runner.prompt import WARM
 from kernels.tier.lru_slots import make_slots, plan_slots
-from tools.common.arguments import add_flags, command
+from tools.common.arguments import add_flags, command, loaded
 from tools.common.page import line, table
 from tools.common.program import guarded
 from tools.tasks import make_sample
@@ -98,7 +98,7 @@ def hit_rate(
 
 def run(args: argparse.Namespace) -> None:
     """Measure and print one table."""
-    llm = LLM(args.model, device=args.device, threads=args.threads, max_context=args.length + 512)
+    llm = loaded(args, max_context=args.length + 512)
     print(
         f"{args.model}, documents of {args.length} tokens, tasks {', '.join(args.tasks)}, "
         "answers fed token by token\n"

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine import LLM, Full
+from engine import LLM
 from engine.base.errors import UsageError
 from tools.bench import header
+from tools.common.arguments import loaded
 from tools.common.program import model_label, progress, replace_json, say
 from tools.common.records import AnswerFile, Record
 from tools.compare.build import Facts
@@ -88,11 +89,7 @@ class Suite:
     ) -> None:
         self.args, self.names, self.tasks = args, names, tasks
         self.began = time.monotonic()
-        self.llm = LLM(
-            args.model, device=args.device, dtype=args.dtype, threads=args.threads, method=Full()
-        )
-        if self.llm.tokenizer is None:
-            raise UsageError("this model has no tokenizer, and prompts are made of its tokens")
+        self.llm = loaded(args, texts=True)
         self.tokenizer = self.llm.tokenizer
         self.answers = AnswerFile(args.out, key)
         there: Record = (None if args.fresh else self.answers.load()) or {}

@@ -17,7 +17,7 @@ from engine.methods.select.across.head_map import NAME, map_text
 from tools.calibrate.anchors.meter import HeadMeter, anchors_of, map_of
 from tools.calibrate.lists.command import add_list_flags, list_texts, made_by, require_every_token
 from tools.calibrate.similarity import measure_with
-from tools.common.arguments import command
+from tools.common.arguments import command, loaded
 from tools.common.program import guarded, replace_text, say
 
 
@@ -42,7 +42,7 @@ def shares_of(
 
 def run(args: argparse.Namespace) -> None:
     """Measure, print the anchors and the head map, and write kascade.json."""
-    llm = LLM(args.model, device=args.device, dtype=args.dtype, method=Full())
+    llm = loaded(args)
     config = llm.config
     count = max(1, round(config.num_layers * 5 / 32)) if args.anchors is None else args.anchors
     require_every_token(llm, "anchors")

@@ -17,7 +17,7 @@ from engine.methods.select.across.sharing import NAME, sharing_text
 from tools.calibrate.lists.command import add_list_flags, list_texts, made_by, require_every_token
 from tools.calibrate.sharing.greedy import ListMeter, shared
 from tools.calibrate.similarity import measure_with
-from tools.common.arguments import command
+from tools.common.arguments import command, loaded
 from tools.common.program import guarded, replace_text, say
 
 
@@ -41,7 +41,7 @@ def measured(
 
 def run(args: argparse.Namespace) -> None:
     """Measure, print what is shared, and write hshare.json."""
-    llm = LLM(args.model, device=args.device, dtype=args.dtype, method=Full())
+    llm = loaded(args)
     config = llm.config
     require_every_token(llm, "sharing")
     counts = []

@@ -7,8 +7,9 @@ from __future__ import annotations
 import torch
 
 from engine import LLM
+from tools.common.arguments import require_plain
 from tools.common.records import Record
-from tools.paper.meters.answers import Asked, asked, follow, plain_layers
+from tools.paper.meters.answers import Asked, asked, follow
 from tools.paper.meters.sets import SetMeter
 
 TASKS = ("kv", "facts", "chains", "two_stage")
@@ -21,7 +22,7 @@ DEPTH = 32  # layers of the paper's model
 
 def watched(llm: LLM, prompt: Asked, steps: int = STEPS, k: int = 0) -> SetMeter:
     """The meter of a greedy answer. k: tokens of a choice (0: SHARE of the prompt)."""
-    plain_layers(llm)
+    require_plain(llm)
     with llm.session(max_context=len(prompt.ids) + steps) as session:
         k = k or max(1, int(SHARE * len(prompt.ids)))
         meter = SetMeter(session.dense_runtime, len(prompt.ids) - 1, k)

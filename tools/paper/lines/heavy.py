@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from engine import LLM
+from tools.common.arguments import require_plain
 from tools.common.records import Record
-from tools.paper.meters.answers import asked, follow, plain_layers
+from tools.paper.meters.answers import asked, follow
 from tools.paper.meters.heavy import HeavyMeter, Summed, SummedRuntime
 
 TASKS = ("chains", "facts", "kv", "two_stage")
@@ -16,7 +17,7 @@ def measure(llm: LLM, number: int, length: int) -> list[Record]:
     """Records of one text: the mean over layers and heads of every step, their mean and the largest
     of the steps.
     """
-    plain_layers(llm)
+    require_plain(llm)
     prompt = asked(llm, TASKS[number % len(TASKS)], length, number)
     with llm.session(Summed(), max_context=len(prompt.ids) + STEPS) as session:
         runtime = session.runtime

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine import LLM, Full
 from engine.base.errors import UsageError
+from tools.common.arguments import loaded as load
 from tools.common.program import model_label, progress, say
 from tools.common.records import AnswerFile, Record
 from tools.compare.comparison import span
@@ -39,8 +40,7 @@ def loaded(args: argparse.Namespace, line: str) -> LLM:
     bound the context by what the device holds.
     """
     method = needles.planned(args.filters) if line == "needles" else Full()
-    given = dict(device=args.device, dtype=args.dtype, threads=args.threads)
-    return LLM(args.model, method=method, **given)
+    return load(args, texts=True, method=method)
 
 
 def run_line(

@@ -11,7 +11,6 @@ import torch
 
 from engine import LLM
 from engine.bank.base import Attends
-from engine.base.errors import UsageError
 from engine.forward.decode import Decoder
 from engine.session.session import Session
 from tools.tasks import make_sample
@@ -37,8 +36,7 @@ def asked(llm: LLM, task: str, length: int, number: int, depth: float | None = N
     base model completes it. Raises UsageError without a tokenizer.
     """
     tokenizer = llm.tokenizer
-    if tokenizer is None:
-        raise UsageError("this model has no tokenizer, and prompts are made of its tokens")
+    assert tokenizer is not None  # of tools.common.arguments.loaded
     count = token_counter(tokenizer)
     sample = make_sample(task, max(64, length - QUESTION), count, number, 1, depth)
     plain = tokenizer.template is None
@@ -53,13 +51,6 @@ def asked(llm: LLM, task: str, length: int, number: int, depth: float | None = N
         begin, stop = (count(text[:at]) for at in (start, start + len(piece.strip())))
         found.append((begin, max(begin + 1, stop)))
     return Asked(task, tokenizer.encode(text, special=plain), found, sample.meta["exact"][0])
-
-
-def plain_layers(llm: LLM) -> None:
-    """Raise UsageError where not every layer sees everything by heads with keys of their own."""
-    config = llm.config
-    if config.latent or config.local_layers or config.recurrent_layers:
-        raise UsageError(f"--model: found {config.family}, expected layers of plain full attention")
 
 
 def follow(session: Session, ids: Sequence[int], steps: int, meter: Attends) -> list[int]:

@@ -86,5 +86,5 @@ class HeavyMeter:
         return self.inner.attend(layer, q, step)
 
     def attend_local(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
-        """No layer has a window (tools.paper.meters.answers.plain_layers)."""
+        """No layer has a window (tools.common.arguments.require_plain)."""
         raise AssertionError(f"layer {layer} has a window")

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine import LLM, Full, OmniKV
+from engine import LLM, OmniKV
 from engine.base.errors import UsageError
 from engine.session.session import Session
 from tools.calibrate.texts import read_text
-from tools.common.arguments import add_flags, command, require_least
+from tools.common.arguments import add_flags, command, loaded, require_least, require_plain
 from tools.common.program import (
     guarded,
     model_label,
@@ -22,7 +22,7 @@ from tools.common.program import (
     require_writable,
     say,
 )
-from tools.paper.meters.answers import asked, follow, plain_layers
+from tools.paper.meters.answers import asked, follow
 from tools.paper.meters.sets import SCORES, SetMeter
 from tools.paper.pictures.draw import draw
 from weights.fingerprint import weights_digest
@@ -93,7 +93,7 @@ def layers_of(llm: LLM, wanted: Sequence[int] | None) -> tuple[int, ...]:
 
 def measured(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
     """Everything that is drawn, as JSON has it."""
-    plain_layers(llm)
+    require_plain(llm)
     what, ids = prompt_of(llm, args)
     chosen = layers_of(llm, args.layers)
     k = max(1, int(args.share / 100 * len(ids)))
@@ -130,7 +130,7 @@ def _watched(
 def run(args: argparse.Namespace) -> None:
     """Measure, write the JSON, draw."""
     check(args)
-    llm = LLM(args.model, device=args.device, dtype=args.dtype, threads=args.threads, method=Full())
+    llm = loaded(args, texts=True)
     data = measured(llm, args)
     replace_json(args.out / "attention.json", data)
     print(args.out / "attention.json")

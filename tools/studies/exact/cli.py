@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from engine import LLM, Full, OmniKV
+from engine import OmniKV
 from tools.bench.shapes import SHAPES, parse_size, shape_config
-from tools.common.arguments import command
+from tools.common.arguments import command, loaded
 from tools.common.documents import texts
 from tools.common.program import say
 from tools.studies.exact.acceptance import measure
@@ -133,13 +133,8 @@ def _tables(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     lengths = [parse_size(part) for part in args.lengths.split(",")]
     shares, kinds = [float(part) for part in args.shares.split(",")], args.kinds.split(",")
-    llm = LLM(
-        args.model,
-        device="cpu",
-        dtype=args.dtype,
-        method=Full(),
-        max_context=max(lengths) + args.tokens + 16,
-    )
+    most = max(lengths) + args.tokens + 16
+    llm = loaded(args, device="cpu", max_context=most)
     records = Records(args.out)
     if args.what == "starts":
         choices = args.choices.split("; ")
@@ -174,13 +169,8 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _acceptance(args: argparse.Namespace) -> None:
-    llm = LLM(
-        args.model,
-        device="cpu",
-        dtype=args.dtype,
-        method=Full(),
-        max_context=args.length + args.tokens + 16,
-    )
+    most = args.length + args.tokens + 16
+    llm = loaded(args, device="cpu", max_context=most)
     assert llm.tokenizer is not None
     found = texts(
         llm.tokenizer, "held-out", args.length, args.texts, ("prose", "code", "key-value")

@@ -19,7 +19,7 @@ from engine import LLM, Full, OmniKV
 from engine.methods.base import Runtime
 from engine.plan.layers import Role
 from kernels.prefill.block_sparse import BLOCK, block_mass, choose_blocks, exact_mass
-from tools.common.arguments import add_flags, command
+from tools.common.arguments import add_flags, command, loaded
 from tools.common.page import table
 from tools.common.program import guarded
 from tools.tasks import TASKS, make_sample
@@ -104,9 +104,7 @@ def rows(
 
 def run(args: argparse.Namespace) -> None:
     """Measure and print the table."""
-    llm = LLM(
-        args.model, device="cpu", dtype="float32", threads=args.threads, method=Full(), chunk=2**20
-    )
+    llm = loaded(args, device="cpu", dtype="float32", chunk=2**20)
     count = token_counter(llm.tokenizer)
     sample = make_sample(args.task, args.length, count, args.seed, 1)
     ids = llm.tokenizer.encode(sample.document, special=False)

@@ -28,7 +28,7 @@ from engine.methods.base import Method
 from engine.session.session import Session
 from tools.bench.header import commit
 from tools.common import page
-from tools.common.arguments import add_flags, command
+from tools.common.arguments import add_flags, command, loaded
 from tools.common.intervals import wilson
 from tools.common.program import POCKET, guarded, progress, replace_json, say
 from tools.compare.turns import Turns
@@ -176,9 +176,7 @@ def measure(
     """(the model, the settings, all records). The tasks take turns, document by document, so that
     every prefix of a run compares equals.
     """
-    llm = LLM(
-        args.model, device="cpu", dtype="float32", threads=args.threads, method=Full(), chunk=512
-    )
+    llm = loaded(args, device="cpu", dtype="float32", chunk=512)
     found, began = settings(args), time.monotonic()
     records: list[dict[str, Any]] = []
     documents: list[tuple[int, str, int]] = []
