@@ -272,6 +272,6 @@ def test_names():
     assert quantiser("kivi").bits == 4 and quantiser("sign").bits == 1
     assert checked(["int8", "kivi2", "int8"]) == ("int8", "kivi2")
     assert shown("int8") == "int8" and shown("kivi2") == "kivi2 (simulated)"
-    for name in ("", "kivi0", "kivi9", "kivi32", "bfp1", "sign2", "int4", "kivi-2", "KIVI2"):
+    for name in ("", "kivi0", "kivi9", "kivi32", "bfp1", "sign2", "int5", "kivi-2", "KIVI2"):
         with pytest.raises(UsageError, match="--bank"):
             checked([name])

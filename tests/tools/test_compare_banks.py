@@ -98,4 +98,4 @@ def test_labels_and_bad_names(tiny, tmp_path, capsys):
     assert run(tiny, tmp_path, "--bank", "kivi2", "nothing") == 2
     assert "--bank: found 'nothing'" in capsys.readouterr().err
     with pytest.raises(UsageError):
-        compare.order_of(compare.arguments(["--bank", "int4"]))
+        compare.order_of(compare.arguments(["--bank", "int5"]))

@@ -297,3 +297,14 @@ def test_the_program_measures_banks_beside_floats(tmp_path, capsys):
     assert 0 < rows[0]["selections"] <= 1 and rows[0]["method"] == "omnikv"
     assert quality.main([str(POCKET), "--bank", "kivi99"]) == 2
     assert "--bank: found 'kivi99'" in capsys.readouterr().err
+
+
+def test_the_engines_own_banks_are_measured_beside_coarser_ones():
+    rows = measure(
+        str(POCKET), ["int8", "int8_coarse", "int4", "int4_coarse"], SPARSE, 12, ["prose"], 800
+    )
+    found = {row["bank"]: row for row in rows}
+    assert found["int8"]["kl"] < found["int4"]["kl"] and not any(r["simulated"] for r in rows)
+    for name in ("int8", "int4"):
+        assert 5 * found[name]["kl"] < found[f"{name}_coarse"]["kl"]
+        assert found[name]["share"] == found[f"{name}_coarse"]["share"] < 0.6

@@ -12,7 +12,6 @@ from tools import studies
 
 MODULES = [module.name for module in pkgutil.walk_packages(studies.__path__, "tools.studies.")]
 PROGRAMS = (
-    "bank_quality",
     "chats",
     "duo_gates",
     "exact.cli",

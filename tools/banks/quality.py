@@ -1,10 +1,9 @@
-"""What quantisers of the literature
-cost, token by token.
+"""What quantisers of the literature and the engine's own banks cost, token by token.
 
 Half of a real text is read as a prompt over a bank of floats, then each bank goes on over the
-text's own tokens, beside floats under the same method. The engine's int8 bank is real and
-reads the prompt itself; the others are simulated. `sign` is the control: one bit, which must come
-out far worse.
+text's own tokens, beside floats under the same method. The engine's banks (int8, int4, fp8) are
+real and read the prompt themselves; the others are simulated. Controls: `sign`, one bit, and
+`int8_coarse` and `int4_coarse`, real banks of fewer levels, which must come out far worse.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import torch
 from engine import LLM, Full, OmniKV
 from engine.methods.base import Method
 from engine.session.session import Session
+from tools.banks import coarse
 from tools.banks.base import WINDOW
 from tools.banks.registry import FAMILIES, REAL, checked, quantiser, shown
 from tools.banks.simulated import SimulatedBank, simulated
@@ -54,7 +54,7 @@ class Row:
         agreed = wilson(self.tally.agreed, found["tokens"])
         return found | {
             "bank": self.bank,
-            "simulated": self.bank not in REAL,
+            "simulated": self.bank not in (*REAL, *coarse.NAMES),
             "method": method,
             "share": self.taken / self.whole,
             "kl_interval": [low, high],
@@ -87,7 +87,11 @@ def measure(
     called with the rows after every text. Raises EngineError where the model does.
     """
     plain = LLM(model, device="cpu", dtype="float32", max_context=length, method=Full())
-    packed = LLM.sharing(plain, bank="int8") if "int8" in names else None
+    packed = {
+        name: LLM.sharing(plain, bank=name.removesuffix(coarse.SUFFIX))
+        for name in names
+        if name in (*REAL, *coarse.NAMES)
+    }
     rows = [Row(name, Tally(name, "float32", 0, "")) for name in names]
     assert plain.tokenizer is not None
     half, left = length // 2, tokens
@@ -97,7 +101,8 @@ def measure(
             base.prefill(ids[:half])
             wanted = _reference(base, method, ids)
             for number, row in enumerate(rows):
-                _follow(packed if row.bank in REAL else None, base, row, method, ids, wanted)
+                with coarse.coarser(row.bank):
+                    _follow(packed.get(row.bank), base, row, method, ids, wanted)
                 done = tokens - left, number + 1, len(rows)
                 progress("{} tokens, then bank {} of {}".format(*done))
         left -= len(ids) - 1 - half
@@ -204,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command(
         "tools.banks",
         __doc__,
-        f"banks (and bits, such as kivi2; int8 is the engine's own):\n{families}",
+        f"banks (and bits, such as kivi2; {', '.join(REAL)} are the engine's own):\n{families}",
     )
     add_text_arguments(parser, length=2048)
     parser.add_argument("--bank", nargs="+", required=True, metavar="NAME")
@@ -215,7 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def rows() -> list[dict[str, Any]]:
         method = Full() if args.method == "full" else OmniKV(share=args.share, dense_below=0)
         save = partial(replace_json, args.json) if args.json else lambda rows: None
-        given = args.model, checked(args.bank), method, args.tokens, args.kinds, args.length, save
+        names = checked(args.bank, coarse.NAMES)
+        given = args.model, names, method, args.tokens, args.kinds, args.length, save
         return measure(*given)
 
     about = "against a bank of floats (perplexity {reference_perplexity:.3f}), {tokens}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 from engine.base.errors import UsageError
+from kernels.rows.forms import DTYPES
+from tools.banks import coarse
 from tools.banks.base import Quantiser
 from tools.banks.bfp import BlockFloat
 from tools.banks.gear import Gear
@@ -28,7 +30,7 @@ FAMILIES: dict[str, type[Quantiser]] = {
     "token": PerToken,
     "sign": Sign,
 }
-REAL = ("int8",)  # banks of the engine itself, which are no simulation
+REAL = tuple(DTYPES)  # banks of the engine itself, which are no simulation
 BITS = (*range(1, 9), 16)
 USUAL = 4  # bits of a name without any
 
@@ -54,14 +56,16 @@ def quantiser(name: str) -> Quantiser:
     return family(bits)
 
 
-def checked(names: list[str]) -> tuple[str, ...]:
-    """The names, each once, of banks that there are. Raises UsageError for another."""
+def checked(names: list[str], controls: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The names, each once, of banks that there are, and of these controls. Raises UsageError for
+    another.
+    """
     for name in names:
-        if name not in REAL:
+        if name not in (*REAL, *controls):
             quantiser(name)
     return tuple(dict.fromkeys(names))
 
 
 def shown(name: str) -> str:
     """A bank's name for tables, which says what is simulated."""
-    return name if name in REAL else f"{name} (simulated)"
+    return name if name in (*REAL, *coarse.NAMES) else f"{name} (simulated)"

@@ -13,6 +13,7 @@ from engine.base.errors import UsageError
 from tools.common.program import replace_text
 
 Record = dict[str, Any]
+MOST = 3  # differences that an error names
 
 
 class AnswerFile:
@@ -56,7 +57,9 @@ class AnswerFile:
             before = there.get(part, {})
             both = before.keys() & own.keys()
             keys = before.keys() | own.keys() - {*new} if part == "settings" else both
-            require_same(self.path, {k: (before.get(k), own.get(k)) for k in sorted(keys)})
+            require_same(
+                self.path, {k: (before.get(k), own.get(k)) for k in (before | own) if k in keys}
+            )
             here[part] = before | own
         lines = [json.dumps({**here, **more}), *map(json.dumps, self.records)]
         replace_text(self.path, "\n".join(lines) + "\n")
@@ -83,9 +86,9 @@ def require_same(path: Path, values: Mapping[str, tuple[Any, Any]]) -> None:
         if a != b
     ]
     if other:
+        said = ", ".join(other[:MOST]) + (f", and {len(other) - MOST} more" if other[MOST:] else "")
         raise UsageError(
-            f"{path} holds answers of other settings ({', '.join(other)}): use --fresh or another "
-            "--out"
+            f"{path} holds answers of other settings ({said}): use --fresh or another --out"
         )
 
 
