@@ -1,12 +1,47 @@
-"""Heat maps of a comparison: accuracy by depth of the evidence and length of the document."""
+"""Accuracy of a comparison by length of the document, and by depth of the evidence in it."""
 
 import math
 
 from tools.common.page import pyplot, saved
 from tools.compare.stats import DEPTH_BINS
 
+LINES = 12  # of a panel, at most
 # one piece of evidence at one depth
 NEEDLES = ("needle", "passkey", "number_string", "kv", "kv_uuid", "needle_multi_key")
+
+
+def lengths_plot(rows, folder):
+    """Path of accuracy.png in `folder`, of the first questions: by length, a panel per task, a line
+    per method with 95% intervals; None where there are more than LINES methods, one length, or no
+    matplotlib.
+    """
+    first = [row for row in rows if row["turn"] == 1]
+    variants, tasks = (
+        list(dict.fromkeys(row[key] for row in first)) for key in ("variant", "task")
+    )
+    lengths = sorted({row["length"] for row in first})
+    if len(lengths) < 2 or len(variants) > LINES or pyplot() is None:
+        return None
+    across = min(4, len(tasks))
+    down = -(-len(tasks) // across)
+    size = 3.2 * across, 2.6 * down
+    figure, axes = pyplot().subplots(down, across, figsize=size, squeeze=False, sharey=True)
+    for axis, task in zip(axes.flat, tasks):
+        for variant in variants:
+            own = [row for row in first if (row["task"], row["variant"]) == (task, variant)]
+            own.sort(key=lambda row: row["length"])
+            at, means = [row["length"] for row in own], [row["accuracy"] for row in own]
+            ends = [[max(0.0, row["accuracy"] - row["low"]) for row in own]]
+            ends += [[max(0.0, row["high"] - row["accuracy"]) for row in own]]
+            axis.errorbar(at, means, ends, marker="o", markersize=3, capsize=2, label=variant)
+        axis.set(title=task, ylim=(-0.03, 1.05), xscale="log")
+        axis.set_xticks(lengths, [f"{n:,}" for n in lengths], fontsize=7)
+        axis.minorticks_off()  # a log axis writes 2 x 10^3 between the lengths
+    axes.flat[0].legend(fontsize=7)
+    for axis in list(axes.flat)[len(tasks) :]:
+        axis.set_visible(False)
+    figure.tight_layout()
+    return saved(figure, folder / "accuracy.png")
 
 
 def depth_plot(rows, folder):

@@ -10,7 +10,7 @@ from tools.compare.banks import over_banks
 from tools.compare.claims import findings
 from tools.compare.distance import distances, nearer_to_the_oracle, shown
 from tools.compare.headline import controls, equal_bytes, points_of
-from tools.compare.plots import depth_plot
+from tools.compare.plots import depth_plot, lengths_plot
 from tools.compare.plots_bytes import plot_bytes
 from tools.compare.resident import at_resident, beside_eviction
 from tools.compare.stats import DEPTH_BINS, cells, pooled, reads
@@ -285,4 +285,5 @@ def write(records, config, folder):
         part.replace(folder / name)
     plot_bytes(at_bytes, folder)
     depth_plot(plain, folder)
+    lengths_plot(plain, folder)
     return page
