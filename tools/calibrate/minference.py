@@ -29,7 +29,7 @@ from kernels.prefill.dense import prefill_dense_lse
 from tools.calibrate.texts import read_text
 from tools.common.arguments import add_flags, command, loaded
 from tools.common.page import table
-from tools.common.program import guarded, progress, replace_json, say
+from tools.common.program import entry, progress, replace_json, say
 from weights.fingerprint import fingerprint
 
 Pattern = tuple[Any, ...]  # such as ("a_shape", 100, 800)
@@ -164,10 +164,7 @@ def run(args: argparse.Namespace) -> None:
         say(f"written: {args.json}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
-    args = arguments(argv)
-    return guarded(lambda: run(args))
+main = entry(arguments, run)
 
 
 if __name__ == "__main__":

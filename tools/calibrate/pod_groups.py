@@ -27,7 +27,7 @@ from tools.calibrate.lists.command import add_list_flags
 from tools.calibrate.similarity import measure_with, softmax_rows
 from tools.calibrate.texts import texts_for
 from tools.common.arguments import command, loaded
-from tools.common.program import guarded, replace_json, say
+from tools.common.program import entry, replace_json, say
 from weights.fingerprint import fingerprint
 from weights.jsonfile import inside, read_object, shown
 
@@ -219,10 +219,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
-    args = parser().parse_args(argv)
-    return guarded(lambda: run(args))
+main = entry(lambda argv: parser().parse_args(argv), run)
 
 
 if __name__ == "__main__":

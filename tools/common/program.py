@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,24 @@ def guarded(work: Callable[[], int | None], stopped: str = "") -> int:
         if stopped:
             print(f"\n{stopped}", file=sys.stderr)
         return 130
+
+
+def entry(
+    parse: Callable[[Sequence[str] | None], Any],
+    run: Callable[[Any], int | None],
+    quiet: bool = False,
+) -> Callable[[Sequence[str] | None], int]:
+    """The `main` of a program, from an argv (None: the command line's) to an exit code: 0, 1 (the
+    run failed), 2 (usage) or 130 (Ctrl-C). quiet: warnings to users of the engine are not shown.
+    """
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        if quiet:
+            warnings.simplefilter("ignore", UserWarning)
+        args = parse(argv)
+        return guarded(lambda: run(args))
+
+    return main
 
 
 def no_program(name: str) -> int:

@@ -32,7 +32,7 @@ from tools.bench.header import commit
 from tools.calibrate.pod_groups import read_blocks
 from tools.common import page
 from tools.common.arguments import command
-from tools.common.program import POCKET, guarded, replace_text, say
+from tools.common.program import POCKET, entry, replace_text, say
 
 DOCUMENT = POCKET / "welcome.txt"
 ASKED = (  # questions that the model's own hint and tests do not have, and what the document says
@@ -317,10 +317,7 @@ def run(args: argparse.Namespace) -> int:
     return int(any(row["failed"] for row in rows))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, 1 (something failed), 2 (usage) or 130 (Ctrl-C)."""
-    args = arguments(argv)
-    return guarded(lambda: run(args))
+main = entry(arguments, run)
 
 
 if __name__ == "__main__":

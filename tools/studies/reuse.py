@@ -20,7 +20,7 @@ from engine.runner.prompt import WARM
 from kernels.tier.lru_slots import make_slots, plan_slots
 from tools.common.arguments import add_flags, command, loaded
 from tools.common.page import line, table
-from tools.common.program import guarded
+from tools.common.program import entry
 from tools.tasks import make_sample
 from tools.tasks.prompts import token_counter
 
@@ -127,10 +127,7 @@ def run(args: argparse.Namespace) -> None:
             print(line([f"{share:g}", k, layer, *shown]), flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
-    args = arguments(argv)
-    return guarded(lambda: run(args))
+main = entry(arguments, run)
 
 
 if __name__ == "__main__":

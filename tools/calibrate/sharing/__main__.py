@@ -18,7 +18,7 @@ from tools.calibrate.lists.command import add_list_flags, list_texts, made_by, r
 from tools.calibrate.sharing.greedy import ListMeter, shared
 from tools.calibrate.similarity import measure_with
 from tools.common.arguments import command, loaded
-from tools.common.program import guarded, replace_text, say
+from tools.common.program import entry, replace_text, say
 
 
 def measured(
@@ -85,10 +85,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
-    args = parser().parse_args(argv)
-    return guarded(lambda: run(args))
+main = entry(lambda argv: parser().parse_args(argv), run)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from engine.session.session import Session
 from tools.calibrate.texts import read_text
 from tools.common.arguments import add_flags, command, loaded, require_least, require_plain
 from tools.common.program import (
-    guarded,
+    entry,
     model_label,
     replace_json,
     require_writable,
@@ -141,7 +141,4 @@ def run(args: argparse.Namespace) -> None:
         print(path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
-    args = arguments(argv)
-    return guarded(lambda: run(args))
+main = entry(arguments, run)

@@ -14,7 +14,7 @@ from engine import LLM, Full, OmniKV
 from engine.methods.base import Method
 from engine.plan.layers import layer_plan
 from tools.common.arguments import command
-from tools.common.program import guarded, replace_json
+from tools.common.program import entry, replace_json
 from tools.compare.turns import Turns
 from tools.studies.prefill.quality import score as exact
 from tools.tasks import MAIN, TASKS, make_sample
@@ -154,10 +154,7 @@ def run(args: argparse.Namespace) -> None:
     replace_json(args.folder / "omnikv.json", data)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
-    args = arguments(argv)
-    return guarded(lambda: run(args))
+main = entry(arguments, run)
 
 
 if __name__ == "__main__":

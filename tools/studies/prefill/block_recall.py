@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from engine.plan.layers import Role
 from kernels.prefill.block_sparse import BLOCK, block_mass, choose_blocks, exact_mass
 from tools.common.arguments import add_flags, command, loaded
 from tools.common.page import table
-from tools.common.program import guarded
+from tools.common.program import entry
 from tools.tasks import TASKS, make_sample
 from tools.tasks.prompts import token_counter
 
@@ -117,11 +116,7 @@ def run(args: argparse.Namespace) -> None:
     print("\n".join(table(head, cells)))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
-    args = arguments(argv)
-    warnings.simplefilter("ignore", UserWarning)
-    return guarded(lambda: run(args))
+main = entry(arguments, run, quiet=True)
 
 
 if __name__ == "__main__":

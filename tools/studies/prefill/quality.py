@@ -14,7 +14,6 @@ import argparse
 import math
 import sys
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -30,7 +29,7 @@ from tools.bench.header import commit
 from tools.common import page
 from tools.common.arguments import add_flags, command, loaded
 from tools.common.intervals import wilson
-from tools.common.program import POCKET, guarded, progress, replace_json, say
+from tools.common.program import POCKET, entry, progress, replace_json, say
 from tools.compare.turns import Turns
 from tools.tasks import MAIN, TASKS, make_sample
 from tools.tasks.prompts import token_counter
@@ -284,11 +283,7 @@ def run(args: argparse.Namespace) -> None:
     print(text)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
-    args = arguments(argv)
-    warnings.simplefilter("ignore", UserWarning)
-    return guarded(lambda: run(args))
+main = entry(arguments, run, quiet=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import argparse
 import os
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from engine import OmniKV
 from tools.bench.header import commit, hardware, version
 from tools.bench.shapes import SHAPES, parse_size
 from tools.common.arguments import add_flags, command
-from tools.common.program import guarded, replace_json
+from tools.common.program import entry, replace_json
 from tools.studies.prefill.memory import measure_memory, memory
 from tools.studies.prefill.report import markdown
 from tools.studies.prefill.speed import speed
@@ -105,11 +104,7 @@ def run(args: argparse.Namespace) -> None:
     print(page)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
-    args = arguments(argv)
-    warnings.simplefilter("ignore", UserWarning)
-    return guarded(lambda: run(args))
+main = entry(arguments, run, quiet=True)
 
 
 if __name__ == "__main__":
