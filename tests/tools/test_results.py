@@ -114,7 +114,7 @@ def test_a_run_looks_at_its_places_before_it_loads_and_at_its_numbers_before_it_
         loaded.append(arguments)
         return SimpleNamespace(config=SimpleNamespace(num_layers=8, local_layers=()))
 
-    monkeypatch.setattr(cli, "LLM", load)
+    monkeypatch.setattr(cli, "loaded", load)
     for flag, value, loads in (("--json", "/proc/nowhere/x.json", 0), ("--filters", "99", 1)):
         with pytest.raises(UsageError, match=flag):
             cli.run(cli.parser().parse_args(["--model", "x", flag, value]))

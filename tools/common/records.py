@@ -5,7 +5,8 @@ stopped goes on.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from engine.base.errors import UsageError
 from tools.common.program import replace_text
 
 Record = dict[str, Any]
-MOST = 3  # differences that an error names
+MOST, LETTERS = 3, 24  # differences that an error names, and letters of a value there
 
 
 class AnswerFile:
@@ -81,9 +82,9 @@ class AnswerFile:
 def require_same(path: Path, values: Mapping[str, tuple[Any, Any]]) -> None:
     """Raise UsageError where one of {name: (before, now)} has changed."""
     other = [
-        f"{name} was {_short(a)} and is {_short(b)} now"
-        for name, (a, b) in values.items()
-        if a != b
+        "{} was {} and is {} now".format(name, *_apart(*both))
+        for name, both in values.items()
+        if both[0] != both[1]
     ]
     if other:
         said = ", ".join(other[:MOST]) + (f", and {len(other) - MOST} more" if other[MOST:] else "")
@@ -92,6 +93,13 @@ def require_same(path: Path, values: Mapping[str, tuple[Any, Any]]) -> None:
         )
 
 
-def _short(value: Any) -> str:
-    text = value["sha256"] if isinstance(value, dict) and "sha256" in value else str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def _apart(before: Any, now: Any) -> Iterator[str]:
+    """Two values as texts; of long ones what follows where they part."""
+    texts = [
+        v["sha256"] if isinstance(v, dict) and "sha256" in v else str(v) for v in (before, now)
+    ]
+    start = max(0, len(os.path.commonprefix(texts)) - LETTERS // 3)
+    for text in texts:
+        long = len(text) > LETTERS
+        cut = text[start : start + LETTERS] if long else text
+        yield "..." * (long and start > 0) + cut + "..." * (long and start + LETTERS < len(text))
