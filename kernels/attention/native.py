@@ -18,7 +18,7 @@ LANES = 16  # a head's dimensions are whole vectors
 SPLIT = 4096  # rows that one thread takes; sums do not depend on the number of threads
 
 
-class _Call(ctypes.Structure):
+class Call(ctypes.Structure):
     """`Call` of attention.cpp."""
 
     _fields_ = [
@@ -49,8 +49,8 @@ class _Call(ctypes.Structure):
     ]
 
 
-_FLOATS = Binding("attention", omnikv_sizeof_attention_call=_Call)
-_PACKED = Binding("attention to packed rows", omnikv_sizeof_attention_call=_Call)
+_FLOATS = Binding("attention", omnikv_sizeof_attention_call=Call)
+_PACKED = Binding("attention to packed rows", omnikv_sizeof_attention_call=Call)
 
 
 def attends(k: torch.Tensor, v: torch.Tensor, dim: int) -> bool:
@@ -75,7 +75,7 @@ def part_floats(kv_heads: int, rows: int, dim: int, visited: int) -> int:
     return kv_heads * -(-visited // SPLIT) * rows * (dim + 2)
 
 
-def _room(
+def room(
     parts: torch.Tensor | None, kv_heads: int, rows: int, dim: int, visited: int
 ) -> torch.Tensor:
     """`parts` where it has the room that `part_floats` says, else a new one."""
@@ -129,9 +129,9 @@ def attend(
     else:
         folded, out = _folded(q, k, units), torch.empty(units, queries * group, dim)
     lse = torch.empty(units, queries * group)
-    parts = _room(parts, units, queries * group, dim, visited)
+    parts = room(parts, units, queries * group, dim, visited)
     lengths = None if each is None else each + (rows - start)
-    call = _Call(
+    call = Call(
         folded.data_ptr(), k.data_ptr(), v.data_ptr(),
         k.stride(0) * size, k.stride(1) * size, v.stride(0) * size, v.stride(1) * size,
         _pointer(index), 0 if index is None or len(index) == 1 else index.stride(0),
@@ -191,8 +191,8 @@ def attend_own_rows(
     alike = k.dtype in FLOATS and q.is_contiguous()
     folded = q if alike else _folded(q[0], k, units)
     out, lse = torch.empty_like(folded), torch.empty(units, group)
-    parts = _room(parts, units, group, dim, most)
-    call = _Call(
+    parts = room(parts, units, group, dim, most)
+    call = Call(
         folded.data_ptr(), k.data_ptr(), v.data_ptr(),
         0, k.stride(0) * sizes[0], 0, v.stride(0) * sizes[1], None, 0,
         out.data_ptr(), lse.data_ptr(), parts.data_ptr(), None, 0,
@@ -254,6 +254,33 @@ def attend_chosen(
     return found[0][None] if len(found) == 1 else torch.stack(found)
 
 
+def told_lists(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    index: torch.Tensor,
+    lse: torch.Tensor,
+    parts: torch.Tensor,
+    scale: float,
+    softmax: Softmax,
+) -> Call:
+    """What C++ is told in every step of one query that attends to rows k, v [Hkv, T, D] of an index
+    [1, Hkv or H, K] and to a tail; what it visits is still to be said. softmax: without sinks. The
+    kernel leaves its results in lse float32 [H] and parts, as in `attend`.
+    """
+    heads, lists, size, dim = len(lse), len(index), k.element_size(), k.shape[2]
+    units = heads if lists == heads else len(k)
+    assert softmax.sinks is None
+    return Call(
+        k=k.data_ptr(), v=v.data_ptr(),
+        key_head=k.stride(0) * size, key_row=k.stride(1) * size,
+        value_head=v.stride(0) * size, value_row=v.stride(1) * size,
+        index=index.data_ptr(), index_head=0 if lists == 1 else index.stride(0),
+        lse=lse.data_ptr(), parts=parts.data_ptr(), heads=units, queries=1,
+        group=heads // units, dim=dim, split=SPLIT, shared=units // len(k), scale=scale,
+        cap=softmax.cap, unit=1,
+    )  # fmt: skip
+
+
 def _with_tail(logs: torch.Tensor, tail: int) -> torch.Tensor:
     """Logs [kept] of chosen rows and 0 of each of the tail's."""
     return torch.cat([logs, logs.new_zeros(tail)])
@@ -300,8 +327,8 @@ def logits_natively(
     """
     heads, rows, dim = q.shape[1], k.shape[1], q.shape[2]
     units, size, folded = len(k), k.element_size(), _folded(q, k, len(k))
-    lse, parts = torch.empty(heads), _room(parts, units, heads // units, dim, rows)
-    call = _Call(
+    lse, parts = torch.empty(heads), room(parts, units, heads // units, dim, rows)
+    call = Call(
         folded.data_ptr(), k.data_ptr(), k.data_ptr(),
         k.stride(0) * size, k.stride(1) * size, 0, 0, None, 0,
         None, lse.data_ptr(), parts.data_ptr(), logits.data_ptr(), rows, None, None, None,

@@ -20,7 +20,7 @@ from kernels.native.library import Binding, Case, check, loaded
 CODES = {torch.uint8: 1, torch.int32: 4}  # bytes
 
 
-class _Choice(ctypes.Structure):
+class Choice(ctypes.Structure):
     """`Choice` of choose.cpp."""
 
     _fields_ = [
@@ -89,7 +89,7 @@ def choose_by_codes(
         codes_by_torch(index, q, stops, ends, count, backend)
 
 
-BINDING = Binding("the choice by an index", omnikv_sizeof_choice=_Choice)
+BINDING = Binding("the choice by an index", omnikv_sizeof_choice=Choice)
 
 
 def _fits(index: Index, q: torch.Tensor, known: bool) -> bool:
@@ -103,11 +103,11 @@ def _at(t: torch.Tensor | None, b: int, rows: int = 1) -> int | None:
     return None if t is None else t.data_ptr() + b * rows * t.stride(0) * t.element_size()
 
 
-def _call(index: Index, q: torch.Tensor, held: torch.Tensor, b: int) -> _Choice:
+def _call(index: Index, q: torch.Tensor, held: torch.Tensor, b: int) -> Choice:
     """What both kernels are told of sequence b in every step. held: K by channel, or codes."""
     (batch, queries, dim), size = q.shape, held.element_size()
     assert held.stride(3) == 1
-    return _Choice(
+    return Choice(
         index=_at(held, b),
         index_head=held.stride(1) * size,
         index_row=held.stride(2) * size,
@@ -127,31 +127,55 @@ def _call(index: Index, q: torch.Tensor, held: torch.Tensor, b: int) -> _Choice:
 
 
 def _told(
-    index: Index, q: torch.Tensor, b: int, tokens: int, held: torch.Tensor, ends: Ends
-) -> _Choice:
+    call: Choice,
+    index: Index,
+    q: torch.Tensor,
+    b: int,
+    tokens: int,
+    held: torch.Tensor,
+    ends: Ends,
+) -> Choice:
     """A sequence's call with what is this step's."""
     assert tokens <= min(held.shape[3], index.scores.shape[1])
-    call, first = index.calls[b], b * (len(ends.stop) // len(q)) * 4  # bytes
+    first = b * (len(ends.stop) // len(q)) * 4  # bytes
     call.q, call.q_kind, call.tokens = _at(q, b), FLOATS[q.dtype], tokens
     call.stop, call.room = ends.stop.data_ptr() + first, ends.room.data_ptr() + first
     call.counts, call.threads = ends.counts.data_ptr() + first, torch.get_num_threads()
     return call
 
 
-def _channels_natively(
-    index: Channels, q: torch.Tensor, lengths: Sequence[int], ends: Ends, newest: int
-) -> None:
-    q, held = q.contiguous(), index.rows
-    for b in range(len(index.calls), len(q)):
-        call = _call(index, q, held, b)
-        call.index_kind, call.weights = FLOATS[held.dtype], _at(index.weights, b)
+def told_channels(index: Channels, q: torch.Tensor, b: int) -> Choice:
+    """What C++ is told of sequence b in every step. q [B, H, D]."""
+    if b == len(index.calls):
+        call = _call(index, q, index.rows, b)
+        call.index_kind, call.weights = FLOATS[index.rows.dtype], _at(index.weights, b)
         if index.channels is None:
             call.terms = index.r
         else:
             call.channels = index.channels.data_ptr()
         index.calls.append(call)
+    return index.calls[b]
+
+
+def told_codes(index: Codes, q: torch.Tensor, b: int) -> Choice:
+    """What C++ is told of sequence b in every step. q [B, H, D]."""
+    if b == len(index.calls):
+        centroids, first = index.centroids, min(index.first, index.scores.shape[1])
+        assert centroids.stride(3) == centroids.shape[4] and centroids.stride(4) == 1
+        call, size = _call(index, q, index.codes, b), centroids.element_size()
+        call.first, call.centroids = first, _at(centroids, b)
+        call.centroid_head, call.centroid_part = (size * s for s in centroids.stride()[1:3])
+        call.index_kind, call.centroid_kind = CODES[index.codes.dtype], FLOATS[centroids.dtype]
+        index.calls.append(call)
+    return index.calls[b]
+
+
+def _channels_natively(
+    index: Channels, q: torch.Tensor, lengths: Sequence[int], ends: Ends, newest: int
+) -> None:
+    q = q.contiguous()
     for b, n in enumerate(lengths):
-        call = _told(index, q, b, n, held, ends)
+        call = _told(told_channels(index, q, b), index, q, b, n, index.rows, ends)
         call.newest = newest
         check(loaded().omnikv_choose_by_channels(ctypes.byref(call)), "a choice by channels")
 
@@ -159,16 +183,9 @@ def _channels_natively(
 def _codes_natively(
     index: Codes, q: torch.Tensor, stops: Sequence[int], ends: Ends, known: int
 ) -> None:
-    q, held, centroids = q.contiguous(), index.codes, index.centroids
-    assert centroids.stride(3) == centroids.shape[4] and centroids.stride(4) == 1
-    for b in range(len(index.calls), len(q)):
-        call, size = _call(index, q, held, b), centroids.element_size()
-        call.first, call.centroids = min(index.first, index.scores.shape[1]), _at(centroids, b)
-        call.centroid_head, call.centroid_part = (size * s for s in centroids.stride()[1:3])
-        call.index_kind, call.centroid_kind = CODES[held.dtype], FLOATS[centroids.dtype]
-        index.calls.append(call)
+    q = q.contiguous()
     for b, n in enumerate(stops):
-        call = _told(index, q, b, n, held, ends)
+        call = _told(told_codes(index, q, b), index, q, b, n, index.codes, ends)
         call.sums = known
         check(loaded().omnikv_choose_by_codes(ctypes.byref(call)), "a choice by codes")
 

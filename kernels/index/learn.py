@@ -15,7 +15,7 @@ from kernels.native.library import Binding, Case, check, loaded
 from kernels.rows.forms import unpack_keys
 
 
-class _Learnt(ctypes.Structure):
+class Learnt(ctypes.Structure):
     """`Learnt` of learn.cpp."""
 
     _fields_ = [
@@ -23,7 +23,7 @@ class _Learnt(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("row", "channels", "centroids", "index", "prefix", "blocks", "mean")
         ),
-        *((name, ctypes.c_long) for name in ("row_head", "index_head", "index_row")),
+        *((name, ctypes.c_long) for name in ("row_token", "row_head", "index_head", "index_row")),
         *((name, ctypes.c_long) for name in ("centroid_head", "centroid_part")),
         *((name, ctypes.c_long) for name in ("prefix_head", "block_head")),
         *(
@@ -33,7 +33,7 @@ class _Learnt(ctypes.Structure):
     ]
 
 
-BINDING = Binding("an index of K", omnikv_sizeof_learnt=_Learnt)
+BINDING = Binding("an index of K", omnikv_sizeof_learnt=Learnt)
 
 
 def learn_channels(
@@ -97,47 +97,71 @@ def _is_token(row: torch.Tensor, *dtypes: torch.dtype) -> bool:
     return row.shape[1] == 1 and row.dtype in dtypes and row.dtype in FLOATS and BINDING.usable()
 
 
-def _run(name: str, row: torch.Tensor, token: int, *given: int | None) -> None:
-    """Call a function of learn.cpp. row [Hkv, 1, D]; given: from `channels` to `mean` the pointers,
-    then the strides behind row_head, and rows, sums and block.
+def _run(name: str, call: Learnt, token: int) -> None:
+    """Call a function of learn.cpp."""
+    call.token = token
+    check(getattr(loaded(), name)(ctypes.byref(call)), name)
+
+
+def _told(row: torch.Tensor, *given: int | None) -> Learnt:
+    """What a function of learn.cpp is told of rows [Hkv, n, D], but for the token, whose K or V is
+    the first of them. given: from `channels` to `mean` the pointers, then the strides behind
+    row_head, and rows, sums and block.
     """
     assert row.stride(2) == 1
     (heads, _, dim), size = row.shape, row.element_size()
     *pointers_strides, rows, sums, block = given
     pointers, strides = pointers_strides[:6], pointers_strides[6:]
-    call = _Learnt(
-        row.data_ptr(), *pointers, row.stride(0) * size, *strides,
-        heads, dim, rows, sums, token, block, FLOATS[row.dtype],
+    return Learnt(
+        row.data_ptr(), *pointers, row.stride(1) * size, row.stride(0) * size, *strides,
+        heads, dim, rows, sums, 0, block, FLOATS[row.dtype],
     )  # fmt: skip
-    check(getattr(loaded(), name)(ctypes.byref(call)), name)
+
+
+def told_channels(
+    rows: torch.Tensor, k: torch.Tensor, channels: torch.Tensor | None = None
+) -> Learnt:
+    """What C++ is told of `learn_channels`, of rows k [Hkv, n, D] of one dtype."""
+    size, head = rows.element_size(), None if channels is None else channels.data_ptr()
+    pointers = head, None, rows.data_ptr(), None, None, None
+    strides = rows.stride(0) * size, rows.stride(1) * size, 0, 0, 0, 0
+    return _told(k, *pointers, *strides, rows.shape[1], 0, 0)
+
+
+def told_code(codes: torch.Tensor, k: torch.Tensor, centroids: torch.Tensor) -> Learnt:
+    """What C++ is told of `learn_code`, of rows k [Hkv, n, D]."""
+    head, part, *inner = centroids.stride()
+    assert inner == [centroids.shape[3], 1]
+    pointers = None, centroids.data_ptr(), codes.data_ptr(), None, None, None
+    strides = codes.stride(0), codes.stride(1), head, part, 0, 0
+    return _told(k, *pointers, *strides, codes.shape[1], centroids.shape[2], 0)
+
+
+def told_value(
+    prefix: torch.Tensor, blocks: torch.Tensor, v: torch.Tensor, mean: torch.Tensor
+) -> Learnt:
+    """What C++ is told of `add_value`, of rows v [Hkv, n, D]."""
+    pointers = None, None, None, prefix.data_ptr(), blocks.data_ptr(), mean.data_ptr()
+    strides = 0, 0, 0, 0, prefix.stride(0), blocks.stride(0)
+    return _told(v, *pointers, *strides, 0, 0, prefix.shape[1])
 
 
 def _channels_natively(
     rows: torch.Tensor, first: int, k: torch.Tensor, channels: torch.Tensor | None
 ) -> None:
-    size, head = rows.element_size(), None if channels is None else channels.data_ptr()
-    pointers = head, None, rows.data_ptr(), None, None, None
-    strides = rows.stride(0) * size, rows.stride(1) * size, 0, 0, 0, 0
-    _run("omnikv_learn_channels", k, first, *pointers, *strides, rows.shape[1], 0, 0)
+    _run("omnikv_learn_channels", told_channels(rows, k, channels), first)
 
 
 def _code_natively(
     codes: torch.Tensor, token: int, k: torch.Tensor, centroids: torch.Tensor
 ) -> None:
-    head, part, *inner = centroids.stride()
-    assert inner == [centroids.shape[3], 1]
-    pointers = None, centroids.data_ptr(), codes.data_ptr(), None, None, None
-    strides = codes.stride(0), codes.stride(1), head, part, 0, 0
-    sizes = codes.shape[1], centroids.shape[2], 0
-    _run("omnikv_learn_code", k, token, *pointers, *strides, *sizes)
+    _run("omnikv_learn_code", told_code(codes, k, centroids), token)
 
 
 def _value_natively(
     prefix: torch.Tensor, blocks: torch.Tensor, token: int, v: torch.Tensor, mean: torch.Tensor
 ) -> None:
-    pointers = None, None, None, prefix.data_ptr(), blocks.data_ptr(), mean.data_ptr()
-    strides = 0, 0, 0, 0, prefix.stride(0), blocks.stride(0)
-    _run("omnikv_add_value", v, token, *pointers, *strides, 0, 0, prefix.shape[1])
+    _run("omnikv_add_value", told_value(prefix, blocks, v, mean), token)
 
 
 @BINDING.self_test

@@ -1,6 +1,7 @@
 // Flash-decoding on a CPU: a few queries attend to rows of K and V where they lie, all of them or
 // those of an index, and may leave their logits. Softmax and sums are float32.
 #pragma once
+#include "call.h"
 #include "int4.h"
 #include "int8.h"
 #include "pairs.h"
@@ -239,28 +240,6 @@ static void attend_tile(const float *q, const Block &block, int dim, float scale
 #endif
     add_values<V, T>(l, block.values, count, dim, out);
 }
-
-struct Call {
-    const float *q;  // [heads][queries * group][dim]
-    const char *k, *v;
-    long key_head, key_row, value_head, value_row;  // strides in bytes
-    const int32_t *index;                           // or NULL
-    long index_head;                                // elements from one head's to the next's
-    float *out, *lse;  // [heads][queries * group][dim] and [..]; out NULL: no value is read
-    float *parts;                                   // [heads][splits][queries * group][dim + 2]
-    float *logits;                                  // [heads][group][ahead], of the last query, or NULL
-    long ahead;
-    // [heads] each, in place of `start` and `visited`, of which the latter is the most then, where heads
-    // have rows of their own in one run of them; or NULL. lengths beside an index: so many rows a head
-    // reads, of which the last visited - kept are from `start` on
-    const int64_t *starts, *lengths;
-    const float *logs;  // added to the logit of each row of that run, or NULL
-    int heads, queries, group, dim, kept, start, visited, split, threads;
-    int shared;  // heads in turn that read the same K and V, each by an index of its own; mostly 1
-    float scale;  // of logits
-    float cap;  // logits become cap * tanh(logits / cap); 0: they stay
-    int unit;   // rows in turn that an entry of the index stands for; 0: one
-};
 
 // Rows that a head's last query sees.
 inline int seen(const Call &c, int head) { return c.lengths ? (int)c.lengths[head] : c.visited; }

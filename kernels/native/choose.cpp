@@ -1,11 +1,17 @@
 // What queries choose by an index of K (kernels/index/choose.py): logits, their weights where these rank,
 // one score of a group's heads, the largest ones, and what these weigh of all, in one call. What chooses
 // among scores is topk.cpp.
+#include "call.h"
 #include "indexed.h"
+#include "learnt.h"
 #include "scratch.h"
 
 extern "C" void omnikv_topk(const float *scores, long stride, int rows, int columns, const int32_t *lo,
                             const int32_t *hi, const int32_t *k, int32_t *out, int room, int32_t *counts);
+extern "C" int omnikv_attend_heads(const Call *c, int kind, const char *q, char *out, int q_kind);
+extern "C" int omnikv_learn_channels(const Learnt *c);
+extern "C" int omnikv_learn_code(const Learnt *c);
+extern "C" int omnikv_add_value(const Learnt *c);
 
 namespace {
 
@@ -310,5 +316,77 @@ extern "C" int omnikv_choose_by_codes(const Choice *given) {
     if (c.index_kind == 1) return by_codes<uint8_t>(c, found, weights);
     return c.index_kind == 4 ? by_codes<int32_t>(c, found, weights) : 1;
 }
+
+namespace {
+
+// A step of one layer: what is bound to the layer, and what is the step's own.
+struct Layer {
+    const Learnt *learnt[2];  // what learns the newest token, whose `row` is the first of all; NULL: nothing
+    Choice *choice;
+    Call *attention;     // to what is chosen, of which all lists take as many, and to a tail
+    const float *means;  // [heads][dim]: what has the weight that a choice leaves, or NULL
+    int learns[2];       // of LEARNS
+    int by_codes, kind, q_kind;
+    // of the step
+    int learning, tokens, ranked, start, newest, known, threads;
+    const int32_t *stop, *room;
+    const char *q;
+    char *out;
+};
+
+enum { CHANNELS, CODE, VALUE };  // LEARNS of kernels/index/step.py
+
+int learn(const Layer &c) {
+    for (int i = 0; i < 2 && c.learnt[i]; i++) {
+        Learnt now = *c.learnt[i];
+        now.token = c.tokens - 1, now.row += now.token * now.row_token;
+        const int fault = c.learns[i] == CHANNELS ? omnikv_learn_channels(&now)
+                          : c.learns[i] == CODE   ? omnikv_learn_code(&now)
+                                                  : omnikv_add_value(&now);
+        if (fault) return fault;
+    }
+    return 0;
+}
+
+// out [heads * group][dim] becomes the mean, as far as it has no weight; as torch's lerp rounds.
+template <class K>
+void complete(const Choice &c, const float *means, char *out) {
+    for (int r = 0; r < c.heads * c.group; r++)
+        for (int d = 0; d < c.dim; d += W) {
+            const int count = c.dim - d < W ? c.dim - d : W;
+            const float weight = c.weights[r];
+            const Floats mean = read_some<Float32>(means + (long)(r / c.group) * c.dim, d, count);
+            const Floats x = read_some<K>(out, (long)r * c.dim + d, count), apart = x - mean;
+            write_some<K>(out, (long)r * c.dim + d, count,
+                          weight < .5f ? mean + apart * weight : x - apart * (1 - weight));
+        }
+}
+
+int completed(const Layer &c) {
+#define COMPLETE(K) (complete<K>(*c.choice, c.means, c.out), 0)
+    OF_KIND(c.q_kind, COMPLETE);
+}
+
+}  // namespace
+
+// The newest token is learnt, the choice made, and attended to. Returns as the others.
+extern "C" int omnikv_choose_and_attend(const Layer *given) {
+    const Layer &c = *given;
+    Choice &choice = *c.choice;
+    Call &call = *c.attention;
+    if (c.learning)
+        if (const int fault = learn(c)) return fault;
+    choice.q = c.q, choice.q_kind = c.q_kind, choice.tokens = c.ranked, choice.threads = c.threads;
+    choice.newest = c.newest, choice.stop = c.stop, choice.room = c.room;
+    if (c.by_codes) choice.sums = c.known;
+    if (const int fault = c.by_codes ? omnikv_choose_by_codes(&choice) : omnikv_choose_by_channels(&choice))
+        return fault;
+    call.kept = choice.counts[0], call.start = c.start, call.visited = call.kept + c.tokens - c.start;
+    call.threads = c.threads;
+    if (const int fault = omnikv_attend_heads(&call, c.kind, c.q, c.out, c.q_kind)) return fault;
+    return c.means ? completed(c) : 0;
+}
+
+extern "C" int omnikv_sizeof_layer() { return sizeof(Layer); }
 
 extern "C" int omnikv_sizeof_choice() { return sizeof(Choice); }

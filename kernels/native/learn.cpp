@@ -1,19 +1,9 @@
 // A step's token put into an index of K (kernels/index/learn.py): its K by channel, the codes of its parts,
 // and its V in the sums of all V.
+#include "learnt.h"
 #include "rounding.h"
 
 namespace {
-
-struct Learnt {
-    const char *row;          // the token's K, or V, of each head: strides in bytes
-    const int64_t *channels;  // [heads][rows]: of each row of the index; NULL: its number
-    const float *centroids;   // [heads][rows][sums][dim / rows], of codes
-    char *index;              // [heads][rows][tokens]: K by channel, or uint8 codes; strides in bytes
-    double *prefix, *blocks;  // [heads][block][dim] and [heads][..][dim], strides in elements
-    float *mean;              // [heads][dim]: of the V of the token and those before
-    long row_head, index_head, index_row, centroid_head, centroid_part, prefix_head, block_head;
-    int heads, dim, rows, sums, token, block, kind;
-};
 
 // Elements are copied as they are.
 template <class K>

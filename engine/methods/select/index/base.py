@@ -23,7 +23,9 @@ from engine.plan.layers import TAIL_BLOCK, LayerPlan, single_layer_groups
 from engine.plan.needs import Needs
 from kernels.index.by_torch import grouped as grouped
 from kernels.index.by_torch import reduced as reduced
-from kernels.index.indexes import REDUCE, Ends, Index
+from kernels.index.indexes import REDUCE, Channels, Codes, Ends, Index
+from kernels.index.learn import Learnt
+from kernels.index.step import BoundLayer, Now, binds
 from kernels.rows.forms import as_bytes
 
 AT_ONCE = 4096  # rows learnt or scored at a time: K in float32 is 2 MB a head at head_dim 128
@@ -122,6 +124,8 @@ class IndexRuntime(Selecting):
     def __init__(self, method: Indexed, setup: Setup):
         super().__init__(method, setup)
         self._known = [[0] * setup.batch for _ in self.plan.groups]  # tokens in the index
+        self._bound: dict[int, BoundLayer] = {}  # by layer
+        self._binds = setup.batch == 1  # whether layers may run in one call each
 
     # ---------------------------------------------------------------- of the method
 
@@ -155,6 +159,29 @@ class IndexRuntime(Selecting):
         others.
         """
         return first
+
+    # ---------------------------------------------------------------- of a method, for one call
+
+    def by(self, group: int) -> Channels | Codes | None:
+        """What a group chooses by, where a step may leave it to one call for each layer: C++ does
+        there what `absorb`, `rank` and `completed` say of one token. None: these run.
+        """
+        return None
+
+    def told(self, n: int, tail: int, stop: torch.Tensor, room: torch.Tensor) -> Now:
+        """What `rank` tells its kernel of sequence 0 at n tokens, whose tail begins at `tail`."""
+        raise NotImplementedError
+
+    def absorbed(self, group: int, k: torch.Tensor, v: torch.Tensor) -> list[tuple[str, Learnt]]:
+        """What C++ is told of a group's rows k, v [Hkv, T, D], so that it absorbs one of them."""
+        return []
+
+    def mean(self, group: int) -> torch.Tensor | None:
+        """What has the weight of what a group leaves out, float32 [Hkv, D]."""
+        return None
+
+    def noted(self, group: int, n: int, told: bool) -> None:
+        """Note that n tokens are learnt, the last by the call that follows if C++ is told so."""
 
     # ---------------------------------------------------------------- learning
 
@@ -202,6 +229,57 @@ class IndexRuntime(Selecting):
             self._known[group][b] = n
 
     # ---------------------------------------------------------------- a step
+
+    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        group = self.plan.group_of[layer]
+        if self._binds and group is not None and self.plan.groups[group].layers:
+            found = self._attend_in_one_call(layer, group, q, step)
+            if found is not None:
+                return found
+        return super().attend(layer, q, step)
+
+    def _attend_in_one_call(
+        self, layer: int, group: int, q: torch.Tensor, step: Step
+    ) -> torch.Tensor | None:
+        """`attend`; None where this step or this machine is not for it."""
+        if q.shape[1] > 1 or step.bank.on_host(layer):
+            return None
+        k, v = step.bank.kv(layer)
+        bound = self._bound.get(layer)
+        if bound is None or not bound.of(k, v):
+            index = self.by(group)
+            if index is None or not binds(self.setup.backend, q, k, v, self.softmax[layer]):
+                self._binds = False
+                return None
+            given = self._lists[group][1], self.scale, self.softmax[layer]
+            more = self.absorbed(group, k[0], v[0]), self.mean(group), self.setup.scratch.part
+            bound = self._bound[layer] = BoundLayer(index, q, k, v, *given, *more)
+        now, tail, alone = step.once("index in one call", lambda: self._now(step))
+        if now is None:
+            return None
+        known, n = self._known[group], now.tokens
+        if not (alone and known[0] == n - 1):
+            self.learn(group, layer, step.bank, [n])
+        told = known[0] < n
+        self.noted(group, n, told)
+        out = bound.run(q, now, told)
+        known[0] = n
+        lists, _, kept = self._lists[group]
+        self.chosen[group] = self.completed(group, Selection(lists, kept, tail), [n])
+        return out
+
+    def _now(self, step: Step) -> tuple[Now | None, torch.Tensor, bool]:
+        """What a step of one sequence tells each layer's call, None where it reads everything; its
+        tail; whether its newest token is learnt alone.
+        """
+        lengths = self.lengths(step)
+        if self.covers(lengths):
+            return None, step.visible, False
+        n, method = lengths[0], self.method
+        choices = self._lists[0][0].shape[1]
+        tail, stop, room = step.once("index", lambda: self._ends(step, choices))
+        alone = method.grows(n - 1, n) and method.since(n - 1) == n - 1
+        return self.told(n, int(tail), stop, room), tail, alone
 
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
         group, lengths = self.plan.group_of[layer], self.lengths(step)

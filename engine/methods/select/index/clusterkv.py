@@ -34,6 +34,7 @@ from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
 from kernels.index.choose import choose_by_codes
 from kernels.index.indexes import Codes, Ends
+from kernels.index.step import Now
 from kernels.rows.forms import key_floats
 
 
@@ -146,6 +147,13 @@ class ClusterKVRuntime(IndexRuntime):
         known = max(map(method.segments, lengths)) * method.clusters
         stops = [method.since(n) for n in lengths]
         choose_by_codes(self._by[group], q, stops, ends, known, self.setup.backend)
+
+    def by(self, group: int) -> Codes:
+        return self._by[group]
+
+    def told(self, n: int, tail: int, stop: torch.Tensor, room: torch.Tensor) -> Now:
+        known = self.method.segments(n) * self.method.clusters
+        return Now(n, self.method.since(n), tail, stop, room, known=known)
 
     def tail_start(self, step: Step) -> torch.Tensor:
         """What is in no cluster; the newest token always, also where it completes a segment."""

@@ -39,7 +39,8 @@ from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from kernels.index.choose import choose_by_channels
 from kernels.index.indexes import Channels, Ends
-from kernels.index.learn import learn_channels
+from kernels.index.learn import Learnt, learn_channels, told_channels
+from kernels.index.step import Now
 
 PART = 16  # of the head dimension, by default
 
@@ -141,6 +142,15 @@ class DoubleSparsityRuntime(IndexRuntime):
 
     def rank(self, group: int, q: torch.Tensor, lengths: list[int], ends: Ends) -> None:
         choose_by_channels(self._by[group], q, lengths, ends, backend=self.setup.backend)
+
+    def by(self, group: int) -> Channels:
+        return self._by[group]
+
+    def told(self, n: int, tail: int, stop: torch.Tensor, room: torch.Tensor) -> Now:
+        return Now(n, n, tail, stop, room)
+
+    def absorbed(self, group: int, k: torch.Tensor, v: torch.Tensor) -> list[tuple[str, Learnt]]:
+        return [("channels", told_channels(self.held[group, 0], k, self.heavy[group]))]
 
     def index_bytes(self, n: int) -> int:
         """The labels of every token."""

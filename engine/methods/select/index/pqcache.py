@@ -33,7 +33,8 @@ from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from kernels.index.choose import choose_by_codes
 from kernels.index.indexes import Codes, Ends
-from kernels.index.learn import learn_code
+from kernels.index.learn import Learnt, learn_code, told_code
+from kernels.index.step import Now
 from kernels.rows.forms import key_floats
 
 NEWEST = 2  # the newest tokens are this part of the budget
@@ -162,6 +163,17 @@ class PQCacheRuntime(IndexRuntime):
         method, newest = self.method, self.method.newest(self.k)
         stops = [n - newest if n >= method.ready else method.sink for n in lengths]
         choose_by_codes(self._by[group], q, stops, ends, backend=self.setup.backend)
+
+    def by(self, group: int) -> Codes | None:
+        return self._by[group] if self.as_they_are else None
+
+    def told(self, n: int, tail: int, stop: torch.Tensor, room: torch.Tensor) -> Now:
+        method = self.method
+        ranked = n - method.newest(self.k) if n >= method.ready else method.sink
+        return Now(n, ranked, tail, stop, room, known=2**method.bits)
+
+    def absorbed(self, group: int, k: torch.Tensor, v: torch.Tensor) -> list[tuple[str, Learnt]]:
+        return [("code", told_code(self.codes[group, 0], k, self.centroids[group, 0]))]
 
     def tail_start(self, step: Step) -> torch.Tensor:
         """The newest tokens; all, where there are no centroids yet."""

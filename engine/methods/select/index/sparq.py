@@ -33,7 +33,8 @@ from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from kernels.index.choose import choose_by_channels
 from kernels.index.indexes import Channels, Ends
-from kernels.index.learn import learn_channels
+from kernels.index.learn import Learnt, learn_channels, told_channels
+from kernels.index.step import Now
 
 NEWEST = 4  # the newest tokens are this part of the budget
 
@@ -142,6 +143,27 @@ class SparQRuntime(IndexRuntime):
         """Leaves what the choices weigh in self.weights."""
         newest = self.method.newest(self.k)
         choose_by_channels(self._by[group], q, lengths, ends, newest, self.setup.backend)
+
+    def by(self, group: int) -> Channels:
+        return self._by[group]
+
+    def told(self, n: int, tail: int, stop: torch.Tensor, room: torch.Tensor) -> Now:
+        return Now(n, n, tail, stop, room, self.method.newest(self.k))
+
+    def absorbed(self, group: int, k: torch.Tensor, v: torch.Tensor) -> list[tuple[str, Learnt]]:
+        found = [("channels", told_channels(self.by_channel[group, 0], k))]
+        if self._sums is None:
+            return found
+        return [*found, ("value", self._sums.told(group, 0, v))]
+
+    def mean(self, group: int) -> torch.Tensor | None:
+        return None if self._sums is None else self.means[group, 0]
+
+    def noted(self, group: int, n: int, told: bool) -> None:
+        if self._sums is not None and told:
+            self._sums.note(group, 0, n)
+        elif self._sums is not None:
+            self._sums.mean_of(group, 0, n)
 
     def completed(self, group: int, chosen: Selection, lengths: list[int]) -> Selection:
         if self._sums is None:

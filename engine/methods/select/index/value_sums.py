@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from engine.methods.select.base import Buffer
-from kernels.index.learn import add_value
+from kernels.index.learn import Learnt, add_value, told_value
 from kernels.rows.forms import floats
 
 BLOCK = 64
@@ -83,6 +83,16 @@ class ValueSums:
         blocks[:, number : number + full + 1] = totals
         newest = torch.arange(max(first, stop - BLOCK), stop, device=v.device)
         prefix[:, newest % BLOCK] = sums.flatten(1, 2)[:, newest - number * BLOCK]
+
+    def told(self, layer: int, b: int, v: torch.Tensor) -> Learnt:
+        """What C++ is told of rows v [Hkv, T, D], to add one of them and leave the mean."""
+        assert self.means is not None
+        return told_value(self.prefix[layer, b], self.blocks[layer, b], v, self.means[layer, b])
+
+    def note(self, layer: int, b: int, n: int) -> None:
+        """Note that C++ adds the last of n rows."""
+        self._high[layer][b] = max(self._high[layer][b], n)
+        self._meant[layer][b] = n
 
     @staticmethod
     def _add_one(prefix: torch.Tensor, blocks: torch.Tensor, first: int, v: torch.Tensor) -> None:
