@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.attention.native import LANES, Call, attends, room, told_lists
+from kernels.attention.native import LANES, Call, attends, room, told_lists, where
 from kernels.attention.reference import attend_alone
 from kernels.index.choose import BINDING as CHOICE
 from kernels.index.choose import Choice, told_codes
@@ -99,7 +99,7 @@ class BoundLayer:
         parts: torch.Tensor | None = None,
     ) -> None:
         heads, dim = q.shape[2:]
-        self._rows = _places(k, v)
+        self._rows = where(k, v)
         choice = (
             told_codes(index, q[0], 0) if isinstance(index, Codes) else by_channels(index, q[0], 0)
         )
@@ -121,7 +121,7 @@ class BoundLayer:
 
     def of(self, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Whether it is bound to these rows."""
-        return self._rows == _places(k, v)
+        return self._rows == where(k, v)
 
     def run(self, q: torch.Tensor, now: Now, learning: bool) -> torch.Tensor:
         """Learn the newest token, where `learning`, choose and attend: q [1, 1, H, D] -> the same.
@@ -139,11 +139,6 @@ class BoundLayer:
         layer.q, layer.out = q.data_ptr(), out.data_ptr()
         check(loaded().omnikv_choose_and_attend(self._at), "a step by an index")
         return out
-
-
-def _places(k: torch.Tensor, v: torch.Tensor) -> tuple[object, ...]:
-    """Where rows lie, and how."""
-    return k.data_ptr(), v.data_ptr(), k.stride(), v.stride(), k.shape, k.dtype
 
 
 @BINDING.self_test

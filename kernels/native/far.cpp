@@ -2,9 +2,12 @@
 // (kernels/kept/far.py): far keys are turned back as they are read, to where their run begins, and queries on to there. What attends to the
 // newest is attention.cpp.
 #include "attention.h"
+#include "rounding.h"
 #include "scratch.h"
 
 extern "C" int omnikv_attend(const Call *c, int kind);
+extern "C" void omnikv_topk(const float *scores, long stride, int rows, int columns, const int32_t *lo,
+                            const int32_t *hi, const int32_t *k, int32_t *out, int room, int32_t *counts);
 
 namespace {
 
@@ -221,3 +224,136 @@ extern "C" int omnikv_far_and_near(const Far *c, int kind) {
 }
 
 extern "C" int omnikv_sizeof_far() { return sizeof(Far); }
+
+namespace {
+
+// A step of InfLLM (kernels/kept/stream.py): what is bound to a layer, and what is the step's own. Strides in
+// bytes.
+struct Stream {
+    const char *k, *v;  // rows of all positions
+    long key_head, key_row, value_head, value_row;
+    const char *means;   // [blocks][heads * group * dim]: what blocks are ranked by
+    float *scores[2];    // [heads * group][slots]: what each position has received, in slot position % slots
+    const double *freq;  // [pairs]
+    int heads, group, dim, pairs, init, local, block, topk, slots, split, kind, mean_kind, q_kind;
+    float scale;
+    // of the step
+    int half;  // of `scores`, which is read; the other one is written
+    int start, attended, initial, blocks, rest, threads;
+    const float *cos, *sin;  // [pairs]: of the turn to the distance
+    const char *q;
+    char *out;        // [heads * group][dim]
+    int64_t *places;  // [topk or blocks, if fewer]: takes the blocks that are read, ascending
+};
+
+// The query as it stands and turned to the distance, as floats: [queries][dim] each.
+template <class Q>
+void turned(const Stream &c, float *q, float *distant) {
+    for (long r = 0, queries = (long)c.heads * c.group; r < queries; r++, q += c.dim, distant += c.dim) {
+        for (int d = 0; d < c.dim; d += W) store(q + d, read_some<Q>(c.q, r * c.dim + d, W));
+        memcpy(distant, q, sizeof(float) * c.dim);
+        for (int p = 0; p < c.pairs; p++) {
+            const float one = q[p], other = q[c.pairs + p];
+            distant[p] = one * c.cos[p] - other * c.sin[p];
+            distant[c.pairs + p] = other * c.cos[p] + one * c.sin[p];
+        }
+    }
+}
+
+int turned(const Stream &c, float *q, float *distant) {
+#define TURNED(K) (turned<K>(c, q, distant), 0)
+    OF_KIND(c.q_kind, TURNED);
+}
+
+// The blocks of the largest sums over heads of query times mean. sums, found: of `blocks` elements.
+template <class M>
+void rank(const Stream &c, const float *query, float *sums, int32_t *found) {
+    const long size = (long)c.heads * c.group * c.dim;
+    for (int i = 0; c.blocks > c.topk && i < c.blocks; i++) {
+        Floats sum = {};
+        for (long d = 0; d < size; d += W) sum += M::read(c.means + i * size * M::bytes, d) * load(query + d);
+        sums[i] = total(sum);
+    }
+    const int32_t zero = 0;
+    int32_t count;
+    omnikv_topk(sums, 0, 1, c.blocks, &zero, &c.blocks, &c.topk, found, c.topk, &count);
+    for (int i = 0; i < count; i++) c.places[i] = found[i];
+}
+
+int ranked(const Stream &c, const float *query, float *sums, int32_t *found) {
+#define RANKED(K) (rank<K>(c, query, sums, found), 0)
+    OF_KIND(c.mean_kind, RANKED);
+}
+
+// Where the far rows stand: the first ones, the chosen blocks, and what is in no block. Returns their number.
+int far_rows(const Stream &c, int64_t *at) {
+    int count = 0, chosen = c.blocks < c.topk ? c.blocks : c.topk;
+    for (int t = 0; t < c.initial; t++) at[count++] = t;
+    for (int i = 0; i < chosen; i++)
+        for (int t = 0; t < c.block; t++) at[count++] = c.init + c.places[i] * c.block + t;
+    for (int t = c.rest; t < c.start + 1 - c.local; t++) at[count++] = t;
+    return count;
+}
+
+// The slots of positions first .. stop - 1 take add(row, slot, position) of each.
+template <class Add>
+void in_slots(const Stream &c, int first, int stop, const Add &add) {
+    while (first < stop) {
+        const int slot = first % c.slots, rest = c.slots - slot, count = stop - first < rest ? stop - first : rest;
+        add(slot, first, count);
+        first += count;
+    }
+}
+
+// The other half of the scores: those there are, without what no position has any more, and what the newest
+// `local` positions have received.
+void collect(const Stream &c, const float *received) {
+    const int stop = c.start + 1, first = stop - c.local, known = c.attended < c.start ? c.attended : c.start;
+    for (long r = 0; r < (long)c.heads * c.group; r++, received += c.local) {
+        float *const to = c.scores[1 - c.half] + r * c.slots;
+        memcpy(to, c.scores[c.half] + r * c.slots, sizeof(float) * c.slots);
+        in_slots(c, known > stop - c.slots ? known : stop - c.slots, stop,
+                 [&](int slot, int, int count) { memset(to + slot, 0, sizeof(float) * count); });
+        in_slots(c, first, stop, [&](int slot, int position, int count) {
+            const float *const added = received + (position - first);
+            for (int i = 0; i < count; i++) to[slot + i] += added[i];
+        });
+    }
+}
+
+template <class Q>
+void round_out(const float *found, long count, char *out) {
+    for (long i = 0; i < count; i += W) write_some<Q>(out, i, W, load(found + i));
+}
+
+}  // namespace
+
+// A step's query attends to its window and, at one distance, to the first tokens, the blocks that it likes best
+// and what is in no block yet; what its window receives is added. Returns as omnikv_far_and_near.
+extern "C" int omnikv_stream_step(const Stream *given) {
+    const Stream &c = *given;
+    static thread_local Scratch scratch, places;
+    const long queries = (long)c.heads * c.group, size = queries * c.dim;
+    const int chosen = c.blocks < c.topk ? c.blocks : c.topk, edge = c.start + 1 - c.local;
+    const long far = c.initial + (long)chosen * c.block + (edge > c.rest ? edge - c.rest : 0);
+    float *const q = (float *)scratch.get(sizeof(float) * (3 * size + queries * c.local + c.blocks));
+    int64_t *const at = (int64_t *)places.get(sizeof(int64_t) * (far + 1) + sizeof(int32_t) * c.topk);
+    if (!q || !at) return 2;
+    float *const distant = q + size, *const out = distant + size, *const received = out + size;
+    float *const sums = received + queries * c.local;
+    if (turned(c, q, distant) || ranked(c, distant, sums, (int32_t *)(at + far))) return 1;
+    Far call = {};
+    call.q = q, call.distant = distant, call.at = call.rows = at, call.freq = c.freq;
+    call.far_k = c.k, call.far_v = c.v, call.k = c.k + edge * c.key_row, call.v = c.v + edge * c.value_row;
+    call.far_key_head = call.key_head = c.key_head, call.far_key_row = call.key_row = c.key_row;
+    call.far_value_head = call.value_head = c.value_head, call.far_value_row = call.value_row = c.value_row;
+    call.out = out, call.received = received, call.heads = c.heads, call.group = c.group, call.dim = c.dim;
+    call.far = far_rows(c, at), call.near = c.local, call.pairs = c.pairs, call.split = c.split;
+    call.threads = c.threads, call.scale = c.scale;
+    if (const int fault = omnikv_far_and_near(&call, c.kind)) return fault;
+    collect(c, received);
+#define ROUND_OUT(K) (round_out<K>(out, size, c.out), 0)
+    OF_KIND(c.q_kind, ROUND_OUT);
+}
+
+extern "C" int omnikv_sizeof_stream() { return sizeof(Stream); }

@@ -33,6 +33,8 @@ from engine.model.rope import Rotary, apply_rope
 from engine.plan.layers import LayerPlan, single_layer_groups
 from engine.plan.needs import BlockCache, Needs
 from kernels.kept.far import attend_far, meets_far
+from kernels.kept.stream import BINDING, BoundStream, Place, Sizes
+from kernels.native.kinds import FLOATS
 from kernels.prefill.dense import prefill_dense
 from kernels.rows.forms import as_bytes, key_floats
 
@@ -227,6 +229,9 @@ class InfLLMRuntime(Runtime):
         self._ends: tuple[int, int, tuple[torch.Tensor, ...]] | None = None
         # (layer, stop, output of the last query) of the chunk under way
         self._newest: tuple[int, int, torch.Tensor] | None = None
+        self._bound: dict[int, BoundStream] = {}  # by layer
+        # whether a layer's step may run in one call
+        self._binds = setup.batch == 1 and self.memory.slots > 0 and method.blocks is None
 
     @property
     def nbytes(self) -> int:
@@ -290,7 +295,47 @@ class InfLLMRuntime(Runtime):
         return out
 
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        if self._binds and q.shape[1] == 1:
+            found = self._attend_in_one_call(layer, q, step)
+            if found is not None:
+                return found
         return self._pieces(layer, q, step.bank, step.positions[:, 0].tolist(), False)
+
+    def _attend_in_one_call(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor | None:
+        """`attend` of a piece of one token; None where this step or this machine is not for it."""
+        place = step.once("infllm in one call", lambda: self._place(step))
+        memory, bank = self.memory, step.bank
+        attended, formed = memory.known[layer][0]
+        if place is None or formed < place.blocks or bank.on_host(layer):
+            return None
+        k, v = bank.kv(layer)
+        bound, stop = self._bound.get(layer), place.start + 1
+        if bound is None or not bound.of(k, v):
+            own = k.dtype == v.dtype and q.dtype in FLOATS and BINDING.usable()
+            if not meets_far(self.setup.backend, k) or not own:
+                self._binds = False
+                return None
+            method = self.method
+            sizes = Sizes(method.init, method.local, method.block, method.topk)
+            given = memory.means[layer, 0], memory.scores[:, layer, 0], self.freq, sizes
+            bound = self._bound[layer] = BoundStream(q, k, v, *given, self.scale)
+        out, blocks = bound.run(q, place, memory.half[layer], attended)
+        memory.collected(layer, stop)
+        if Layout.at(self.method, stop).blocks > formed:
+            near = self._near(layer, 0, bank, place.start, stop, False)
+            self._form(layer, 0, bank, near, stop)
+        self.read[layer] = place.start, stop, blocks
+        return out
+
+    def _place(self, step: Step) -> Place | None:
+        """Where a step of one token stands; None where it sees nothing but its window."""
+        start, local = step.lengths[0] - 1, self.method.local
+        if start < local or step.bank.forgets:
+            return None
+        layout = Layout.at(self.method, start)
+        by = torch.tensor([local - start])
+        cos, sin = (turn[0] for turn in self.rotary.turns_by(by))
+        return Place(start, layout.initial, layout.blocks, layout.rest, cos, sin)
 
     def _pieces(
         self, layer: int, q: torch.Tensor, bank: Bank, starts: list[int], offloaded: bool
@@ -329,17 +374,7 @@ class InfLLMRuntime(Runtime):
         """
         local, stop, memory = self.method.local, start + len(q), self.memory
 
-        def plain_keys(first: int, last: int) -> torch.Tensor:
-            there = first >= near.low
-            k = near.rows(first, last)[0] if there else bank.rows(layer, first, last)[0][b]
-            return self.rotary.rotate_by(
-                key_floats(k).transpose(0, 1), -torch.arange(first, last, device=q.device)
-            ).transpose(0, 1)
-
-        def keep(first: int, place: torch.Tensor) -> None:
-            bank.keep_block(layer, b, first, place)
-
-        memory.form(layer, b, start, plain_keys, keep)
+        self._form(layer, b, bank, near, start)
         layout = Layout.at(self.method, start)
         distant = self._distant(q, start)
         mean = distant[0] if len(q) == 1 else distant.mean(0)
@@ -365,7 +400,7 @@ class InfLLMRuntime(Runtime):
                 q, distant, turned, far_v, k, v, far, first, positions, local, self.scale
             )
         memory.collect(layer, b, first, start, stop, received)
-        memory.form(layer, b, stop, plain_keys, keep)
+        self._form(layer, b, bank, near, stop)
         if b == 0:
             self.read[layer] = start, stop, blocks
         if stop <= local:  # only the window: the dense launcher, to the bit
@@ -374,6 +409,21 @@ class InfLLMRuntime(Runtime):
                 q[None], k[None], v[None], start, self.scale, backend=self.setup.backend
             )[0]
         return out.to(q.dtype)
+
+    def _form(self, layer: int, b: int, bank: Bank, near: Near, length: int) -> None:
+        """Form the blocks that are whole at a length."""
+
+        def plain_keys(first: int, last: int) -> torch.Tensor:
+            there = first >= near.low
+            k = near.rows(first, last)[0] if there else bank.rows(layer, first, last)[0][b]
+            return self.rotary.rotate_by(
+                key_floats(k).transpose(0, 1), -torch.arange(first, last, device=k.device)
+            ).transpose(0, 1)
+
+        def keep(first: int, place: torch.Tensor) -> None:
+            bank.keep_block(layer, b, first, place)
+
+        self.memory.form(layer, b, length, plain_keys, keep)
 
     def _distant(self, q: torch.Tensor, start: int) -> torch.Tensor:
         """Queries [C, H, D] at start .. start+C-1 turned to the local distance, float32."""

@@ -166,6 +166,12 @@ class BlockMemory:
             ring[:, slots] += received[:, tokens]
         self.pending[layer][b] = stop, formed
 
+    def collected(self, layer: int, stop: int) -> None:
+        """Note that a step of one token, which makes sequence 0 `stop` tokens long, has left in the
+        half that is not committed all that `open` and `collect` would.
+        """
+        self.pending[layer] = [(stop, self.known[layer][0][1])]
+
     def _runs(self, first: int, stop: int) -> Iterator[tuple[slice, slice]]:
         """Where tokens first .. stop-1, at most one per slot, lie in the ring: (slots, which
         of these tokens), twice where they pass its end.
