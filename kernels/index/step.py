@@ -160,15 +160,14 @@ def _steps() -> Iterator[Case]:
         more = "value", told_value(prefix, blocks, v[0], means)
         bound = BoundLayer(index, q, k, v, counts, 0.2, PLAIN, [learnt, more], means)
         out = bound.run(q, Now(130, 130, 120, stop, room, 10), True)
-        yield (
-            f"the token learnt in {dtype}",
-            held[0, ..., 129].contiguous(),
-            k[0, :, 129].contiguous(),
-            torch.int32,
-        )
+        token, row = held[0, :, :, 129].contiguous(), k[0, :, 129].contiguous()
+        yield f"the token learnt in {dtype}", token, row, torch.int32
         rows = torch.cat([chosen.long(), torch.arange(120, 130).expand(2, -1)], 1)
         for head, some in enumerate(rows):
-            mine, own = slice(3 * head, 3 * head + 3), (t[0, head, None, some] for t in (k, v))
-            read, _ = attend_alone(q[0, :, mine].float(), *(t.float() for t in own), [30], 0.2)
+            mine, (own_k, own_v) = (
+                slice(3 * head, 3 * head + 3),
+                (t[0, head, None, some].float() for t in (k, v)),
+            )
+            read, _ = attend_alone(q[0, :, mine].float(), own_k, own_v, [30], 0.2)
             expected = torch.lerp(means[head], read, weights[0, mine, None])
             yield f"a step by an index in {dtype}", out[0, :, mine], expected, dtype
