@@ -101,12 +101,17 @@ void turn_query(const float *q, const Turn &turn, int pairs, int dim, float *to)
 template <class K>
 INLINE void turn_key(const char *key, const float *cos, int pairs, int dim, float *row) {
     const float *sin = cos + pairs;
-    for (int d = 0; d < dim; d += W) store(row + d, K::read(key, d));
     int p = 0;
-    for (; p + W <= pairs; p += W) {
-        const Floats one = load(row + p), other = load(row + pairs + p), c = load(cos + p), s = load(sin + p);
-        store(row + p, one * c + other * s), store(row + pairs + p, other * c - one * s);
+    if (pairs % W == 0) {
+        for (; p < pairs; p += W) {
+            const Floats one = K::read(key, p), other = K::read(key, pairs + p);
+            const Floats c = load(cos + p), s = load(sin + p);
+            store(row + p, one * c + other * s), store(row + pairs + p, other * c - one * s);
+        }
+        for (int d = 2 * pairs; d < dim; d += W) store(row + d, K::read(key, d));
+        return;
     }
+    for (int d = 0; d < dim; d += W) store(row + d, K::read(key, d));
     for (; p < pairs; p++) {
         const float one = row[p], other = row[pairs + p];
         row[p] = one * cos[p] + other * sin[p], row[pairs + p] = other * cos[p] - one * sin[p];
