@@ -6,7 +6,9 @@ import torch
 
 import kernels.index.choose  # registers its self-test, as do the others
 import kernels.index.learn
+import kernels.index.step
 import kernels.kept.noisy
+import kernels.kept.stream
 import kernels.layer.native_step
 import kernels.recurrent.conv
 import kernels.recurrent.delta  # prompts and steps at seams

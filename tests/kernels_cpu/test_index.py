@@ -12,9 +12,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kernels.index import choose, learn
+from kernels.attention.sparse import decode_sparse
+from kernels.index import choose, learn, step
 from kernels.index.choose import choose_by_channels, choose_by_codes
 from kernels.index.indexes import Channels, Codes, Ends
+from kernels.index.step import BoundLayer, Now
+from kernels.launch.softmax import Softmax
 from kernels.native.library import missing
 from kernels.select.topk import select_topk_ref
 
@@ -29,7 +32,7 @@ ALL = pytest.mark.parametrize("backend", [NATIVE, "cpu", "reference"])
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    for binding in (choose.BINDING, learn.BINDING):
+    for binding in (choose.BINDING, learn.BINDING, step.BINDING):
         assert bool(missing()) or binding.usable(), binding.fault
 
 
@@ -236,3 +239,77 @@ def test_a_token_changes_its_place_and_no_other(backend, dtype, parts, dim, toke
         assert torch.equal(codes[:, :, token].long(), (near < best + 1e-9).int().argmax(-1))
     codes[:, :, token] = 9
     assert (codes == 9).all()
+
+
+@pytest.mark.parametrize("backend", [NATIVE])
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 4, 8]),
+    st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65, 257]),
+    DTYPES,
+    st.sampled_from(["channels", "labels", "codes"]),
+    st.sampled_from([0.0, 20.0]),
+    st.booleans(),
+)
+def test_a_step_in_one_call_is_a_launcher_each(
+    backend, heads, group, tokens, dtype, by, cap, learns
+):
+    """To the bit, from rows of NaN beside those that count, into what a call each fills as well."""
+    generator, newest, room = torch.Generator().manual_seed(tokens), min(3, tokens), 9
+    k, v = torch.randn(2, 1, heads, tokens + 5, 32, generator=generator).to(dtype)
+    k[:, :, tokens:] = v[:, :, tokens:] = math.nan
+    q = torch.randn(1, 1, heads * group, 32, generator=generator).to(dtype)
+    labels = torch.stack([torch.randperm(32, generator=generator)[:5] for _ in range(heads)])
+    held = (
+        k.mT.contiguous()
+        if by == "channels"
+        else k.mT.gather(2, labels[None, ..., None].expand(1, -1, -1, tokens + 5)).contiguous()
+    )
+    codes = torch.randint(20, (1, heads, 2, tokens + 5), generator=generator).to(torch.uint8)
+    centroids = torch.randn(1, heads, 2, 20, 16, generator=generator)
+    newest = 0 if by == "labels" else newest
+    lists, start = heads * (group if by == "labels" else 1), tokens - newest
+    softmax, found = Softmax(cap), []
+    for bound in (True, False):
+        mine, own = held.clone(), codes.clone()
+        if learns:  # the newest token is not in the index yet
+            mine[..., tokens - 1], own[..., tokens - 1] = math.nan, 255
+        scores, chosen, ends = places(lists, tokens + 5, start, room, room)
+        logits, weights = torch.empty(1, heads * group, tokens + 5), torch.empty(1, heads * group)
+        if by == "channels":
+            given_ = "sum", 0.2, logits
+            index = Channels(scores, chosen, *given_, rows=mine, r=7, weights=weights)
+            call = "channels", learn.told_channels(mine[0], k[0])
+        elif by == "labels":
+            index = Channels(scores, chosen, "none", rows=mine, channels=labels)
+            call = "channels", learn.told_channels(mine[0], k[0], labels)
+        else:
+            index = Codes(scores, chosen, "sum", 0.2, logits, codes=own, centroids=centroids)
+            call = "code", learn.told_code(own[0], k[0], centroids[0])
+        if bound:
+            layer = BoundLayer(index, q, k, v, ends.counts, 0.2, softmax, [call])
+            now = Now(tokens, start if by == "codes" else tokens, start, *ends[:2], newest, 20)
+            out = layer.run(q, now, learns)
+        else:
+            one = k[0, :, tokens - 1 : tokens]
+            if learns and by == "codes":
+                assert learn.learn_code(own[0], tokens - 1, one, centroids[0], backend)
+            elif learns:
+                few = labels if by == "labels" else None
+                learn.learn_channels(mine[0], tokens - 1, one, few, backend)
+            if by == "codes":
+                choose_by_codes(index, q[0], [start], ends, backend=backend)
+            else:
+                choose_by_channels(index, q[0], [tokens], ends, newest, backend)
+            out = torch.empty_like(q)
+            for h in range(heads * group if by == "labels" else 1):
+                some = slice(h, h + 1) if by == "labels" else slice(None)
+                of = slice(h // group, h // group + 1) if by == "labels" else slice(None)
+                rows = k[:, of], v[:, of], chosen[None, some].clamp(min=0), ends.counts[some][:1]
+                edges = torch.tensor([start]).int(), torch.tensor([tokens]).int()
+                out[:, :, some] = decode_sparse(q[:, :, some], *rows, *edges, 0.2, softmax=softmax)
+        found.append((out, mine, own, chosen, ends.counts, scores[:, :start]))
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, atol=0, rtol=0, equal_nan=True)
+    assert found[0][0].isfinite().all()

@@ -15,9 +15,11 @@ import pytest
 
 import kernels.index.choose
 import kernels.index.learn
+import kernels.index.step
 import kernels.kept.far
 import kernels.kept.noisy
 import kernels.kept.step
+import kernels.kept.stream
 import kernels.layer.linear
 import kernels.layer.native_step
 import kernels.prefill.dense
