@@ -65,8 +65,10 @@ struct Turns {
     static long own(int pairs) { return 3L * 2 * padded(pairs); }  // doubles of a caller of `write`
     Turn turn(long number) const { return {tables + number * 2 * wide, wide}; }
 
-    Turns(const double *freq, int count, double *memory, float *few)
+    // made: the tables hold what these angles make already
+    Turns(const double *freq, int count, double *memory, float *few, bool made)
         : pairs(count), wide(padded(count)), freq(freq), tables(memory), few(few) {
+        if (made) return;
         memset(memory, 0, sizeof(double) * doubles(count));  // the rest of a vector
         for (int size = 0; size < 2; size++) {
             const long first = size * RUN;
@@ -180,16 +182,36 @@ void join_far(const Far &c, const float *far, float best, float sum, float *out,
     *lse = top + logf(whole);
 }
 
+// The tables of the angles of the call before, which those of a session's next one mostly are.
+struct KnownTurns {
+    Scratch held;
+    int pairs = 0;
+    // [pairs] angles, then the tables; without memory they are NULL.
+    Turns of(const double *freq, int count) {
+        const long few = 2L * RUN * count, size = count + Turns::doubles(count);
+        const size_t needed = sizeof(double) * size + sizeof(float) * few;
+        if (needed > held.size) pairs = 0;
+        double *const known = (double *)held.get(needed);
+        if (!known) return Turns(freq, count, nullptr, nullptr, true);
+        const bool made = pairs == count && !memcmp(known, freq, sizeof(double) * count);
+        pairs = count;
+        memcpy(known, freq, sizeof(double) * count);
+        return Turns(freq, count, known + count, (float *)(known + size), made);
+    }
+};
+
 template <class K>
 int far_and_near(const Far &c, int kind) {
-    static thread_local Scratch scratch, tables;
+    static thread_local Scratch scratch, own_turns;
+    static thread_local KnownTurns known;
     if (c.pairs > PAIRS || c.dim > 2 * PAIRS) return 1;
     const int queries = c.heads * c.group, splits = (c.near + c.split - 1) / c.split;
     const long parts = (long)queries * splits * (c.dim + 2), each = (long)(RUN + c.group) * c.dim;
-    const long few = 2L * RUN * c.pairs, sums = (long)queries * (c.dim + 2), own = Turns::own(c.pairs);
-    float *const lse = (float *)scratch.get(sizeof(float) * (queries + parts + sums + c.heads * each + few));
-    double *const memory = (double *)tables.get(sizeof(double) * (Turns::doubles(c.pairs) + c.heads * own));
-    if (!lse || !memory) return 2;
+    const long sums = (long)queries * (c.dim + 2), own = Turns::own(c.pairs);
+    const Turns turns = known.of(c.freq, c.pairs);
+    float *const lse = (float *)scratch.get(sizeof(float) * (queries + parts + sums + c.heads * each));
+    double *const memory = (double *)own_turns.get(sizeof(double) * c.heads * own);
+    if (!lse || !memory || !turns.tables) return 2;
     Call call = {};
     call.q = c.q, call.out = c.out, call.lse = lse, call.parts = lse + queries;
     call.k = c.k, call.v = c.v;
@@ -202,12 +224,11 @@ int far_and_near(const Far &c, int kind) {
     if (const int fault = omnikv_attend(&call, kind)) return fault;
     float *const far = lse + queries + parts, *const best = far + (long)queries * c.dim, *const sum = best + queries;
     float *const keys = sum + queries;
-    const Turns turns(c.freq, c.pairs, memory, keys + c.heads * each);
 #pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1)
     for (int head = 0; head < c.heads; head++) {
         const long at = (long)head * c.group;
         if (c.far)
-            attend_far<K>(c, head, turns, memory + Turns::doubles(c.pairs) + head * own, keys + head * each,
+            attend_far<K>(c, head, turns, memory + head * own, keys + head * each,
                           far + at * c.dim, best + at, sum + at);
         for (long r = at; r < at + c.group; r++) {
             if (c.far) join_far(c, far + r * c.dim, best[r], sum[r], c.out + r * c.dim, lse + r);
