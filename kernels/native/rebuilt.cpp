@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "rounding.h"
 #include "scratch.h"
+#include "turn.h"
 
 namespace {
 
@@ -67,15 +68,7 @@ void pack(const Rebuilt &c, int head, float *panels) {
 // A row as floats, turned to where it stands, in the dtype of rows.
 template <class K>
 INLINE void turn(const float *cos, const float *sin, int pairs, int dim, float *row, char *to) {
-    int p = 0;
-    for (; p + W <= pairs; p += W) {
-        const Floats one = load(row + p), other = load(row + pairs + p), c = load(cos + p), s = load(sin + p);
-        store(row + p, one * c - other * s), store(row + pairs + p, other * c + one * s);
-    }
-    for (; p < pairs; p++) {
-        const float one = row[p], other = row[pairs + p];
-        row[p] = one * cos[p] - other * sin[p], row[pairs + p] = other * cos[p] + one * sin[p];
-    }
+    turn_pairs(cos, sin, pairs, row);
     for (int d = 0; d < dim; d += W) write_some<K>(to, d, W, load(row + d));
 }
 

@@ -1,7 +1,10 @@
-// Which share of a query's attention falls on each chunk by its landmark, for the query heads of a K/V head
-// together (kernels/sketch/shares.py).
+// Which share of a query's attention falls on each chunk by its landmark (kernels/sketch/shares.py), or on
+// each token by its code, and the tokens whose codes have most (kernels/sketch/codes.py): for the query heads of
+// a K/V head together.
 #include "attention.h"
+#include "rounding.h"
 #include "scratch.h"
+#include "turn.h"
 
 namespace {
 
@@ -93,6 +96,250 @@ int all_shares(const Shares &c) {
     return 0;
 }
 
+// ---------------------------------------------------------------- codes
+
+struct Coded {  // strides in elements, but that of rows: bytes
+    const char *row;  // a token's K of each head; or queries [heads * group][dim]: of `kind`
+    long row_head;
+    const float *factors;    // [heads][dim][dim]: lower triangles
+    const float *centroids;  // [heads][sums][dim]
+    long centroid_head;
+    uint8_t *codes;  // [heads][..]
+    long code_head;
+    const float *cos, *sin;      // [pairs]: by which rows are turned
+    const int32_t *stop, *room;  // [heads]: the tokens below `stop` compete for as many places
+    int32_t *out, *counts;       // [heads][most], [heads]
+    int heads, group, dim, pairs, sums, kind, token;
+    int first;  // so many tokens come before all others
+    int most, how, threads;
+    float scale;
+};
+
+constexpr int CODES = 256;  // a code is a byte
+
+// Row i of a head as floats, turned.
+template <class K>
+void turned(const Coded &c, int head, int i, float *to) {
+    const char *from = c.row + head * c.row_head + (long)i * c.dim * K::bytes;
+    for (int d = 0; d < c.dim; d += W) store(to + d, read_some<K>(from, d, W));
+    turn_pairs(c.cos, c.sin, c.pairs, to);
+}
+
+// The code of a token: the centroid that is nearest to its row times the factor, of equal ones the first.
+void code_of(const Coded &c, int head, const float *row, float *coded) {
+    const float *factor = c.factors + (long)head * c.dim * c.dim;
+    const float *centroids = c.centroids + head * c.centroid_head;
+    for (int d = 0; d < c.dim; d += W) {
+        Floats sum = {};
+        for (int i = 0; i < c.dim; i++) sum += load(factor + (long)i * c.dim + d) * row[i];
+        store(coded + d, sum);
+    }
+    float least = INFINITY;
+    uint8_t found = 0;
+    for (int at = 0; at < c.sums; at += W) {
+        Floats parts[W] = {};
+        for (int i = 0; i < W && at + i < c.sums; i++)
+            for (int d = 0; d < c.dim; d += W) {
+                const Floats apart = load(coded + d) - load(centroids + (long)(at + i) * c.dim + d);
+                parts[i] += apart * apart;
+            }
+        const Floats away = totals(parts);
+        for (int i = 0; i < W && at + i < c.sums; i++)
+            if (away[i] < least) least = away[i], found = (uint8_t)(at + i);
+    }
+    c.codes[head * c.code_head + c.token] = found;
+}
+
+// Each x of [group][dim] becomes the y of factor y = x. A query is a lane of lanes [dim][W].
+void undo(const float *factor, int dim, int group, float *x, float *lanes) {
+    for (int g = 0; g < group; g += W) {
+        const int some = group - g < W ? group - g : W;
+        for (int i = 0; i < dim; i++) {
+            const float *row = factor + (long)i * dim;
+            Floats sums[4] = {}, own = {};
+            int j = 0;
+            for (; j + 4 <= i; j += 4)
+                for (int k = 0; k < 4; k++) sums[k] += load(lanes + (j + k) * W) * row[j + k];
+            for (; j < i; j++) sums[0] += load(lanes + j * W) * row[j];
+            for (int r = 0; r < some; r++) own[r] = x[(long)(g + r) * dim + i];
+            store(lanes + i * W, (own - (sums[0] + sums[1] + (sums[2] + sums[3]))) / row[i]);
+        }
+        for (int i = 0; i < dim; i++)
+            for (int r = 0; r < some; r++) x[(long)(g + r) * dim + i] = lanes[i * W + r];
+    }
+}
+
+// How many of `count` codes are each.
+void count_codes(const uint8_t *codes, int count, int32_t *often) {
+    constexpr int COPIES = 4;  // equal codes in turn need not wait for each other
+    int32_t bins[COPIES][CODES] = {};
+    int t = 0;
+    for (; t + COPIES <= count; t += COPIES)
+        for (int i = 0; i < COPIES; i++) bins[i][codes[t + i]]++;
+    for (; t < count; t++) bins[0][codes[t]]++;
+    for (int i = 0; i < CODES; i++) often[i] = bins[0][i] + bins[1][i] + bins[2][i] + bins[3][i];
+}
+
+// What a token of each code weighs, by logits of codes l [group][BLOCK]: -1 where that is no number, -2 where
+// there is no such token.
+void weigh_codes(const Coded &c, const float *l, const int32_t *often, float *scores) {
+    for (int g = 0; g < c.group; g++, l += BLOCK) {
+        alignas(64) float weights[CODES];
+        Floats tops = all(-INFINITY), sums = {};
+        for (int i = 0; i < CODES; i += W) {
+            const Ints here = *(const Ints *)(often + i);
+            const Floats x = here > 0 ? load(l + i) * c.scale : all(-INFINITY);
+            store(weights + i, x), tops = most(x, tops);
+        }
+        const float top = largest(tops);
+        for (int i = 0; i < CODES; i += W) {
+            const Ints here = *(const Ints *)(often + i);
+            const Floats weight = here > 0 ? exponential(load(weights + i) - top) : Floats{};
+            store(weights + i, weight), sums += weight * __builtin_convertvector(here, Floats);
+        }
+        const float all_of = total(sums);
+        for (int i = 0; i < CODES; i += W) {
+            const Floats share = load(weights + i) / all_of, before = load(scores + i);
+            const Floats larger = (before > share) | (before != before) ? before : share;
+            store(scores + i, !g ? share : c.how == MAX ? larger : before + share);
+        }
+    }
+    for (int i = 0; i < CODES; i += W) {
+        const Floats x = c.how == MEAN ? load(scores + i) / (float)c.group : load(scores + i);
+        store(scores + i, *(const Ints *)(often + i) > 0 ? x == x ? x : all(-1) : all(-2));
+    }
+}
+
+// The score of the last of `need` tokens, the best first; need becomes how many of its equals have a place.
+float last_score(const float *scores, const int32_t *often, int &need) {
+    alignas(64) float left[CODES];
+    memcpy(left, scores, sizeof left);
+    for (;;) {
+        Floats tops = all(-2);
+        for (int i = 0; i < CODES; i += W) tops = most(load(left + i), tops);
+        const float top = largest(tops);
+        Ints equal = {};
+        for (int i = 0; i < CODES; i += W) {
+            const Floats x = load(left + i);
+            const Ints same = (Ints)(x == top);
+            equal += *(const Ints *)(often + i) & same, store(left + i, same ? all(-2) : x);
+        }
+        int tokens = 0;
+        for (int i = 0; i < W; i++) tokens += equal[i];
+        if (tokens >= need || top == -2) return top;
+        need -= tokens;
+    }
+}
+
+typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
+
+INLINE uint32_t not_zero(Bytes x) {  // one bit for each
+#if defined(__AVX2__)
+    return 0xffff ^ _mm_movemask_epi8((__m128i)(x == 0));
+#else
+    uint32_t found = 0;
+    for (int i = 0; i < 16; i++) found |= (uint32_t)(x[i] != 0) << i;
+    return found;
+#endif
+}
+
+// A set of codes: of each low half a bit for each high half, those below 8 and the others.
+struct Set {
+    uint8_t low[16] = {}, high[16] = {};
+    void add(int code) { (code < 128 ? low : high)[code & 15] |= 1 << (code >> 4 & 7); }
+    INLINE uint32_t has(const Set &set, Bytes codes) {
+        const Bytes bits = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128}, half = codes >> 4;
+        const Bytes own = codes & 15, below = __builtin_shuffle(*(const Bytes *)set.low, own),
+                    above = __builtin_shuffle(*(const Bytes *)set.high, own);
+        return not_zero((half < 8 ? below : above) & __builtin_shuffle(bits, half));
+    }
+};
+
+// The tokens first .. stop - 1 whose codes' scores are above `least`, and of its equals the first `equals`.
+void take_codes(const uint8_t *codes, const float *scores, float least, int equals, int first, int stop,
+                int32_t *out) {
+    Set wanted;
+    bool equal[CODES];
+    for (int i = 0; i < CODES; i++) {
+        equal[i] = scores[i] == least;
+        if (scores[i] >= least) wanted.add(i);
+    }
+    for (int t = first; t < stop; t += 16) {
+        const int count = stop - t < 16 ? stop - t : 16;
+        uint8_t some[16] = {};
+        memcpy(some, codes + t, count);
+        uint32_t chosen = Set::has(wanted, *(const Bytes *)(count == 16 ? codes + t : some));
+        for (chosen &= (1u << count) - 1; chosen; chosen &= chosen - 1) {
+            const int own = t + __builtin_ctz(chosen);
+            if (!equal[codes[own]] || equals-- > 0) *out++ = own;
+        }
+    }
+}
+
+template <int T>
+INLINE void code_logits(const Coded &c, const char *const *rows, const float *q, float *l) {
+    logits_of<Float32, T>(q, rows, c.sums, c.dim, l);
+}
+
+struct CodeRoom {  // what a head needs of memory, in floats
+    float *rows, *lanes, *logits;
+    static long floats(const Coded &c) { return (long)c.dim * (c.group + 2 + W) + (long)(c.group + 3) * BLOCK; }
+    CodeRoom(const Coded &c, float *at) : rows(at) {
+        lanes = rows + (long)c.dim * (c.group + 2), logits = lanes + (long)c.dim * W;
+    }
+};
+
+template <class K>
+void choose_coded(const Coded &c, int head, const CodeRoom &room) {
+    const int stop = c.stop[head] > 0 ? c.stop[head] : 0;
+    int kept = c.room[head] < stop ? c.room[head] : stop;
+    kept = kept < 0 ? 0 : kept > c.most ? c.most : kept;
+    int32_t *const out = c.out + (long)head * c.most;
+    int taken = kept == stop || kept < c.first ? kept : c.first;
+    for (int i = 0; i < taken; i++) out[i] = i;
+    if (int need = kept - taken) {
+        const char *rows[BLOCK + AHEAD];
+        const float *centroids = c.centroids + head * c.centroid_head;
+        const uint8_t *codes = c.codes + head * c.code_head;
+        alignas(64) int32_t often[CODES];
+        alignas(64) float scores[CODES];
+        for (int i = 0; i < listed(c.sums); i++)
+            rows[i] = (const char *)(centroids + (long)(i < c.sums ? i : c.sums - 1) * c.dim);
+        for (int g = 0; g < c.group; g++) turned<K>(c, head, g, room.rows + (long)g * c.dim);
+        undo(c.factors + (long)head * c.dim * c.dim, c.dim, c.group, room.rows, room.lanes);
+        int g = 0;
+        for (; g + 4 <= c.group; g += 4) code_logits<4>(c, rows, room.rows + g * c.dim, room.logits + g * BLOCK);
+        for (; g + 2 <= c.group; g += 2) code_logits<2>(c, rows, room.rows + g * c.dim, room.logits + g * BLOCK);
+        for (; g < c.group; g++) code_logits<1>(c, rows, room.rows + g * c.dim, room.logits + g * BLOCK);
+        count_codes(codes + c.first, stop - c.first, often);
+        weigh_codes(c, room.logits, often, scores);
+        const float least = last_score(scores, often, need);
+        take_codes(codes, scores, least, need, c.first, stop, out + taken);
+    }
+    for (int i = kept; i < c.most; i++) out[i] = -1;
+    c.counts[head] = kept;
+}
+
+template <class K>
+int all_coded(const Coded &c, bool learns) {
+    static thread_local Scratch scratch;
+    if (c.sums > CODES) return 1;
+    const long each = CodeRoom::floats(c);
+    float *memory = (float *)scratch.get(sizeof(float) * each * c.heads);
+    if (!memory) return 2;
+#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && c.heads > 1)
+    for (int head = 0; head < c.heads; head++) {
+        const CodeRoom room(c, memory + head * each);
+        if (!learns) {
+            choose_coded<K>(c, head, room);
+            continue;
+        }
+        turned<K>(c, head, 0, room.rows);
+        code_of(c, head, room.rows, room.rows + c.dim);
+    }
+    return 0;
+}
+
 }  // namespace
 
 // kind: of kinds.h, of landmarks. Returns 0, 1 for a kind that this build lacks, or 2 without memory.
@@ -101,4 +348,16 @@ extern "C" int omnikv_shares(const Shares *c, int kind) {
     OF_KIND(kind, ALL_SHARES);
 }
 
+// Both return what omnikv_shares does.
+extern "C" int omnikv_choose_coded(const Coded *c) {
+#define CHOOSE_CODED(K) all_coded<K>(*c, false)
+    OF_KIND(c->kind, CHOOSE_CODED);
+}
+
+extern "C" int omnikv_learn_coded(const Coded *c) {
+#define LEARN_CODED(K) all_coded<K>(*c, true)
+    OF_KIND(c->kind, LEARN_CODED);
+}
+
 extern "C" int omnikv_sizeof_shares() { return sizeof(Shares); }
+extern "C" int omnikv_sizeof_coded() { return sizeof(Coded); }

@@ -34,6 +34,7 @@ import kernels.select.topk
 import kernels.select.turns
 import kernels.sketch.agreement
 import kernels.sketch.channel_bounds
+import kernels.sketch.codes
 import kernels.sketch.drawn
 import kernels.sketch.guesses
 import kernels.sketch.rebuilt

@@ -19,9 +19,8 @@ equal keys are chance. Prompts are read densely.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -30,12 +29,13 @@ from engine.base.errors import SettingError
 from engine.methods.base import Runtime, Setup
 from engine.methods.requirements import require_one_rope
 from engine.methods.select.base import Buffer
-from engine.methods.select.index.base import AT_ONCE, IndexRuntime, grouped, reduced
 from engine.methods.select.index.pqcache import PQCache, PQCacheRuntime
 from engine.methods.select.taught.learnt import Learnt
 from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary
 from engine.plan.layers import LayerPlan
+from kernels.index.indexes import Ends
+from kernels.sketch.codes import Coded, Turns, choose_coded, learn_coded
 
 DAMPED = 1e-3  # of H's mean diagonal, added to it: a sample may not span all of a head
 
@@ -98,7 +98,6 @@ class A2ATSRuntime(PQCacheRuntime):
 
     method: A2ATS
     factors: torch.Tensor
-    rank = IndexRuntime.rank  # by what each code weighs
     as_they_are = False
 
     def __init__(self, method: A2ATS, setup: Setup):
@@ -108,6 +107,7 @@ class A2ATSRuntime(PQCacheRuntime):
         found = partial(factor, self.rotary, method.distance)
         name = f"a2ats at {method.distance}"
         self.learnt = Learnt(setup, self.plan, self.factors, name, found)
+        self._turned: dict[int, Turns] = {}
 
     def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
         super().begin_prompt(start, stop, more)
@@ -126,40 +126,54 @@ class A2ATSRuntime(PQCacheRuntime):
             @ (self.factors[group])
         )
 
-    def score(self, group: int, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        """What a token's code weighs among those of all tokens between the first and the window: to
-        the bit the same for one code, of which the oldest then go first.
-        """
-        method, heads = self.method, self.codes.shape[2]
-        scores = self.scores.view(len(q), heads, -1)
-        scores[:, :, : method.sink] = float("inf")
-        for b, n in enumerate(lengths):
-            last = max(method.sink, n - method.window)
-            if n < method.ready or last == method.sink:
-                continue
-            bounds = [*range(method.sink, last, AT_ONCE), last]
-            parts = [slice(*pair) for pair in zip(bounds, bounds[1:])]
-            codes, centroids = self.codes[group, b, :, 0], self.centroids[group, b, :, 0]
-            often = torch.zeros_like(centroids[:, :, 0])
-            for part in parts:
-                some = codes[:, part].long()
-                often.scatter_add_(1, some, torch.ones_like(some, dtype=often.dtype))
-            logits = self.asked(group, q[b], n) @ centroids.mT * self.scale  # [Hkv, G, C]
-            logits = logits.masked_fill(often.unsqueeze(1) == 0, -math.inf)
-            shares = (logits - logits.amax(-1, keepdim=True)).exp()
-            shares = shares / (shares * often.unsqueeze(1)).sum(-1, keepdim=True)
-            shares = reduced(shares, method.gqa_reduce)
-            for part in parts:
-                scores[b, :, part] = shares.gather(1, codes[:, part].long())
-        return self.scores
+    def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """A step's token by one call, where its centroids are there."""
+        self.learnt.ready()
+        if first >= self.method.ready and k.shape[1] == 1:
+            given = k, self._turns(-first), self.setup.backend
+            if learn_coded(self._coded[group], b, first, *given):
+                return
+        super().absorb(group, b, first, k, v)
 
-    def asked(self, group: int, q: torch.Tensor, n: int) -> torch.Tensor:
-        """What meets codes of the newest of n tokens' queries [H, D]: these as if keys were
-        `distance` away, with the factor undone, float32 [Hkv, G, D].
+    @cached_property
+    def _coded(self) -> list[Coded]:
+        """What each group chooses by."""
+        shape, method = (self.setup.batch, self.codes.shape[2], -1), self.method
+        return [
+            Coded(
+                factors,
+                centroids[:, :, 0],
+                codes.view(shape),
+                self.scores,
+                chosen,
+                self.scale,
+                method.gqa_reduce,
+                method.sink,
+            )
+            for factors, centroids, codes, chosen in zip(
+                self.factors, self.centroids, self.codes, self.index
+            )
+        ]
+
+    def _turns(self, by: int) -> Turns:
+        """cos and sin of one turn, made once for all layers of a step."""
+        if by not in self._turned:
+            if len(self._turned) > 2 * self.setup.batch:  # those of steps before
+                self._turned.clear()
+            positions = torch.tensor([by], device=self.setup.device)
+            cos, sin = self.rotary.turns_by(positions)
+            self._turned[by] = cos[0], sin[0]
+        return self._turned[by]
+
+    def rank(self, group: int, q: torch.Tensor, lengths: list[int], ends: Ends) -> None:
+        """By what a token's code weighs among those of all tokens between the first and the window:
+        to the bit the same for one code, of which the oldest then go first. Queries meet codes as
+        if keys were `distance` away.
         """
-        by = torch.tensor([self.method.distance - (n - 1)], device=q.device)
-        far = grouped(self.rotary.rotate_by(q.float()[None], by)[0], self.codes.shape[2])
-        return torch.linalg.solve_triangular(self.factors[group], far.mT, upper=False).mT
+        method = self.method
+        stops = [n - method.window if n >= method.ready else 0 for n in lengths]
+        far = [self._turns(method.distance - (n - 1)) for n in lengths]
+        choose_coded(self._coded[group], q, far, stops, ends, self.setup.backend)
 
 
 def factor(
