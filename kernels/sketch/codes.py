@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from kernels.index.by_torch import AT_ONCE, grouped, reduced
-from kernels.index.indexes import Ends, Index
 from kernels.launch.dispatch import choose
 from kernels.native.kinds import FLOATS
 from kernels.native.library import Binding, Case, check, loaded
 from kernels.sketch.rebuilt import turned
 
 HOW = ("max", "mean", "sum")  # by their numbers in shares.cpp
+_REDUCED: dict[str, Callable[..., torch.Tensor]] = dict(
+    zip(HOW, (torch.amax, torch.mean, torch.sum))
+)
+AT_ONCE = 4096  # tokens that torch's operators take at a time
 LANES = 16  # a head's dimensions are whole vectors
 
 Turns = tuple[torch.Tensor, torch.Tensor]  # cos, sin float32 [R / 2], contiguous
@@ -92,22 +94,22 @@ def choose_coded(
     by: Coded,
     q: torch.Tensor,
     far: Sequence[Turns],
-    stops: Sequence[int],
-    ends: Ends,
+    stop: torch.Tensor,
+    room: torch.Tensor,
+    counts: torch.Tensor,
     backend: str = "auto",
-) -> None:
-    """Choose by what a token's code weighs: the softmax, over the tokens first .. stop - 1, of the
-    logits that queries turned by `far` have with the centroids of codes, their factor undone. Equal
-    codes weigh the same to the bit, so that the oldest go first.
+) -> bool:
+    """Choose what `select_topk` chooses by the scores of `score_coded`, of the tokens below stop
+    int32 [B * Hkv], room int32 [B * Hkv] of them.
 
-    q [B, H, D] floats; far, stops: of each sequence, the latter as in `ends`. Mutates by.chosen,
-    ends.counts and, by torch's operators, by.scores. Raises ValueError for an unknown backend,
-    MemoryError where the kernel finds no room for its own.
+    q [B, H, D] floats; far: of each sequence. Returns whether the C++ kernel runs here and takes
+    these; if not, nothing has changed. Mutates by.chosen and counts int32 [B * Hkv]. Raises
+    ValueError for an unknown backend, MemoryError where the kernel finds no room for its own.
     """
-    if choose(backend, q, lambda: q.dtype in FLOATS and _fits(by)) == "native":
-        _choose(by, q, far, ends)
-    else:
-        _by_torch(by, q, far, stops, ends, backend)
+    if choose(backend, q, lambda: q.dtype in FLOATS and _fits(by)) != "native":
+        return False
+    _choose(by, q, far, stop, room, counts)
+    return True
 
 
 def _fits(by: Coded) -> bool:
@@ -152,26 +154,33 @@ def _learn(by: Coded, b: int, token: int, k: torch.Tensor, back: Turns) -> None:
     check(loaded().omnikv_learn_coded(ctypes.byref(call)), f"codes of keys in {k.dtype}")
 
 
-def _choose(by: Coded, q: torch.Tensor, far: Sequence[Turns], ends: Ends) -> None:
+def _choose(
+    by: Coded,
+    q: torch.Tensor,
+    far: Sequence[Turns],
+    stop: torch.Tensor,
+    room: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
     q, (_, queries, dim), size = q.contiguous(), q.shape, q.element_size()
     for b, turns in enumerate(far):
         call = _call(by, b, turns)
         group, at = queries // call.heads, b * call.heads * 4  # bytes
         call.row, call.row_head = q.data_ptr() + b * queries * dim * size, group * dim * size
         call.kind, call.group = FLOATS[q.dtype], group
-        call.stop, call.room = ends.stop.data_ptr() + at, ends.room.data_ptr() + at
-        call.counts = ends.counts.data_ptr() + at
+        call.stop, call.room = stop.data_ptr() + at, room.data_ptr() + at
+        call.counts = counts.data_ptr() + at
         check(loaded().omnikv_choose_coded(ctypes.byref(call)), f"a choice by codes in {q.dtype}")
 
 
-def _by_torch(
-    by: Coded,
-    q: torch.Tensor,
-    far: Sequence[Turns],
-    stops: Sequence[int],
-    ends: Ends,
-    backend: str,
-) -> None:
+def score_coded(by: Coded, q: torch.Tensor, far: Sequence[Turns], stops: Sequence[int]) -> None:
+    """Leave in by.scores what a token's code weighs, of each sequence's tokens first .. stop - 1:
+    the softmax over these of the logits that queries turned by `far` have with the centroids of
+    codes, their factor undone; of the tokens before the first infinity. Equal codes weigh the same
+    to the bit.
+
+    By torch's operators. q [B, H, D] floats; far, stops: of each sequence.
+    """
     heads, first = by.codes.shape[1], by.first
     scores = by.scores.view(len(q), heads, -1)
     scores[:, :, :first] = float("inf")
@@ -185,16 +194,15 @@ def _by_torch(
         for part in parts:
             some = codes[:, part].long()
             often.scatter_add_(1, some, torch.ones_like(some, dtype=often.dtype))
-        asked = grouped(turned(q[b].float(), *far[b]), heads)
+        asked = turned(q[b].float(), *far[b]).view(heads, -1, q.shape[2])
         asked = torch.linalg.solve_triangular(by.factors, asked.mT, upper=False).mT
         logits = asked @ centroids.mT * by.scale  # [Hkv, G, C]
         logits = logits.masked_fill(often.unsqueeze(1) == 0, -math.inf)
         shares = (logits - logits.amax(-1, keepdim=True)).exp()
         shares = shares / (shares * often.unsqueeze(1)).sum(-1, keepdim=True)
-        shares = reduced(shares, by.how)
+        shares = _REDUCED[by.how](shares, 1)
         for part in parts:
             scores[b, :, part] = shares.gather(1, codes[:, part].long())
-    Index(by.scores, by.chosen, "none").take(ends, backend)
 
 
 @_BINDING.self_test
@@ -209,22 +217,18 @@ def _coded() -> Iterator[Case]:
     cos, sin = angles.cos(), angles.sin()
     for dtype in FLOATS:
         for how in HOW:
-            found = []
+            scores, chosen = torch.zeros(2, 150), torch.zeros(2, 70, dtype=torch.int32)
             codes = torch.full((1, 2, 150), 39, dtype=torch.uint8)
-            for native in (True, False):
-                scores, chosen = torch.zeros(2, 150), torch.zeros(2, 70, dtype=torch.int32)
-                by = Coded(factors, centroids, codes, scores, chosen, 0.2, how, 4)
-                for t in range(150 if native else 0):
-                    _learn(by, 0, t, k[:, t : t + 1].to(dtype), (cos[t], sin[t]))
-                ends = Ends(*(torch.full((2,), n, dtype=torch.int32) for n in (137, 60, 0)))
-                given = q.to(dtype), [(cos[150], sin[150])]
-                if native:
-                    _choose(by, *given, ends)
-                else:
-                    _by_torch(by, *given, [137], ends, "reference")
-                found.append((chosen, ends.counts))
-            for name, *both in zip(("choice", "counts"), *found):
-                yield f"a choice by codes of far keys in {dtype}: its {name}", *both, torch.int32
+            by = Coded(factors, centroids, codes, scores, chosen, 0.2, how, 4)
+            for t in range(150):
+                _learn(by, 0, t, k[:, t : t + 1].to(dtype), (cos[t], sin[t]))
+            stop, room, counts = (torch.full((2,), n, dtype=torch.int32) for n in (137, 60, 0))
+            given = q.to(dtype), [(cos[150], sin[150])]
+            _choose(by, *given, stop, room, counts)
+            score_coded(by, *given, [137])
+            order = scores[:, :137].sort(descending=True, stable=True).indices[:, :60].sort(1)
+            name = f"a choice by codes of far keys in {dtype}"
+            yield name, chosen[:, :60], order.values.int(), torch.int32
         rows = turned(k.to(dtype).float(), cos[:150], sin[:150]) @ factors
         near = rows @ centroids[0].mT - centroids[0].square().sum(-1).unsqueeze(1) / 2
         yield (

@@ -18,6 +18,7 @@ from kernels.launch.softmax import PLAIN, Softmax
 from kernels.native.library import missing
 from kernels.sketch import agreement as signs
 from kernels.sketch import channel_bounds as by_channel
+from kernels.sketch import codes as far_codes
 from kernels.sketch import drawn as draw
 from kernels.sketch import guesses as guess
 from kernels.sketch import rebuilt as rebuild
@@ -37,7 +38,7 @@ HEADS, GROUPS, DIMS = st.sampled_from([1, 2, 3]), st.sampled_from([1, 3, 4, 8]),
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    for module in (signs, draw, share, rebuild, guess, by_channel):
+    for module in (signs, draw, share, rebuild, guess, by_channel, far_codes):
         assert module._BINDING.usable(), module._BINDING.fault
     assert not rebuilds("cpu", torch.float32, torch.float32, 64, "cpu")
     assert not rebuilds("auto", torch.float32, torch.int8, 64, "cpu")
@@ -348,3 +349,83 @@ def test_results_do_not_depend_on_threads():
         torch.set_num_threads(before)
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    heads=HEADS,
+    group=GROUPS,
+    sums=st.sampled_from([2, 8, 16, 17, 256]),
+    stop=st.sampled_from([0, 1, 4, 5, 15, 16, 17, 255, 1021]),
+    room=st.sampled_from([0, 3, 7, 60, 1021]),
+    dtype=st.sampled_from(DTYPES),
+    how=st.sampled_from(far_codes.HOW),
+    sharp=st.sampled_from([0.125, 40.0]),
+)
+def test_codes_of_far_keys_choose_as_in_float64(heads, group, sums, stop, room, dtype, how, sharp):
+    """Whole codes of the best scores, of the last one its oldest tokens, of codes that weigh the
+    same (sharp: nothing) whichever comes first; the code that most have counts for all of them.
+    """
+    generator, dim, first = torch.Generator().manual_seed(stop + sums), 32, 4
+    factors = torch.randn(heads, dim, dim, generator=generator).tril() / 8 + 2 * torch.eye(dim)
+    centroids = torch.randn(2, heads, sums, dim, generator=generator)
+    codes = torch.full((2, heads, stop + 9), sums - 1, dtype=torch.uint8)
+    part = torch.randint(max(1, sums - 1), (2, heads, stop), generator=generator)
+    codes[:, :, :stop] = part.minimum(part.flip(2)).byte()
+    angles = torch.randn(2, 12, generator=generator)
+    far = list(zip(angles.cos(), angles.sin()))
+    q = torch.randn(2, heads * group, dim, generator=generator).to(dtype)
+    chosen = torch.full((2 * heads, 70), 7, dtype=torch.int32)
+    scores = torch.zeros(2 * heads, stop + 9)
+    by = far_codes.Coded(factors, centroids, codes, scores, chosen, sharp, how, first)
+    ends = [torch.full((2 * heads,), n, dtype=torch.int32) for n in (stop, room, 7)]
+    assert far_codes.choose_coded(by, q, far, *ends)
+    kept = min(room, stop, 70)
+    assert (ends[2] == kept).all() and (chosen[:, kept:] == -1).all()
+    assert not far_codes.choose_coded(by, q, far, *ends, "cpu")
+    far_codes.score_coded(by, q, far, [stop] * 2)
+    for b, own in enumerate(chosen.view(2, heads, -1)):
+        asked = rebuild.turned(q[b].double(), *(t.double() for t in far[b])).view(heads, group, dim)
+        for head, mine in enumerate(own[:, :kept].long()):
+            assert mine[: min(first, kept)].tolist() == [*range(min(first, kept))]
+            if kept <= first or kept == stop:
+                assert mine.tolist() == [*range(kept)]
+                continue
+            undone = asked[head] @ factors[head].double().inverse().mT
+            of = codes[b, head, first:stop].long()
+            exact = (undone @ centroids[b, head].double().mT * sharp)[:, of].softmax(1)
+            exact = by_channel._REDUCED[how](exact, 0)
+            plain = scores.view(2, heads, -1)[b, head, first:stop].double()
+            torch.testing.assert_close(plain, exact, atol=1e-6, rtol=2e-3)
+            rest = mine[first:] - first
+            last, after = exact.sort(descending=True).values[len(rest) - 1 : len(rest) + 1]
+            near_zero = (exact < 1e-30) & (exact > 1e-46)  # nothing in float32, or next to it
+            exact = exact.where(exact > 1e-46, 0.0)
+            order = exact.sort(descending=True, stable=True).indices[: len(rest)]
+            same = (
+                last < 1e-46
+                or of[order[-1]] == of[exact.argsort(descending=True, stable=True)[len(rest)]]
+            )
+            if not near_zero.any() and (last > after * (1 + 1e-3) or same):
+                assert rest.tolist() == order.sort().values.tolist()
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(HEADS, st.sampled_from([16, 64]), st.sampled_from([2, 17, 256]), st.sampled_from(DTYPES))
+def test_a_tokens_code_is_the_nearest_centroid_of_its_turned_key(heads, dim, sums, dtype):
+    generator = torch.Generator().manual_seed(dim + sums)
+    factors = torch.randn(heads, dim, dim, generator=generator).tril()
+    centroids = torch.randn(1, heads, sums, dim, generator=generator) * 8
+    k = torch.randn(heads, 9, dim, generator=generator).to(dtype)
+    codes = torch.full((1, heads, 9), 255, dtype=torch.uint8)
+    none = torch.zeros(heads, 1), torch.zeros(heads, 1, dtype=torch.int32)
+    by = far_codes.Coded(factors, centroids, codes, *none, 1.0, "sum", 0)
+    angles = torch.randn(9, dim // 2 - 1, generator=generator)
+    for t in range(8):
+        assert far_codes.learn_coded(by, 0, t, k[:, t : t + 1], (angles[t].cos(), angles[t].sin()))
+    turned = rebuild.turned(k.double(), angles.double().cos(), angles.double().sin())
+    away = torch.cdist(turned @ factors.double(), centroids[0].double())
+    assert (
+        torch.equal(codes[0, :, :8].long(), away[:, :8].argmin(-1))
+        and (codes[:, :, 8] == 255).all()
+    )

@@ -19,8 +19,8 @@ from engine.methods.base import Method, Runtime, Setup
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan, Role
 from engine.plan.needs import Needs
+from kernels.attention.native import Chosen, attend_chosen, attends, takes
 from kernels.attention.native import attend as attend_natively
-from kernels.attention.native import attend_chosen, attends
 from kernels.attention.reference import attend
 from kernels.attention.sparse import decode_sparse
 from kernels.launch.dispatch import choose
@@ -106,6 +106,18 @@ class Selection:
             return self
         return replace(self, index=self.index.clone(), counts=self.counts.clone())
 
+    def bound(self, kv_heads: int) -> bool:
+        """Whether it is of one sequence and has one count, and lists of at most the K/V heads."""
+        index, counts = self.index, self.counts
+        if index is None or counts is None or counts.shape != (1,):
+            return False
+        return index.shape[1] in (1, kv_heads) and index.stride(2) == 1
+
+    def told(self, step: Step) -> tuple[torch.Tensor, int, int, int]:
+        """(index, entries, first row of the tail, one past its last) of one sequence."""
+        assert self.index is not None and self.counts is not None
+        return self.index, int(self.counts), int(self.tail_start), step.lengths[0]
+
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(index, counts) in tokens."""
         assert self.index is not None and self.counts is not None
@@ -139,6 +151,7 @@ class Selecting(Runtime):
         super().__init__(method, setup)
         self.k = method.budget(0)
         self.chosen: dict[int, Selection] = {}  # by group
+        self._attending: dict[int, Chosen] = {}  # by layer
         self._buffers = method.buffers(setup.plan, setup.config, setup.capacity, setup.batch)
         for name, (shape, dtype) in self._buffers.items():
             setattr(self, name, torch.empty(shape, dtype=dtype or setup.dtype, device=setup.device))
@@ -182,9 +195,14 @@ class Selecting(Runtime):
         self, layer: int, q: torch.Tensor, step: Step, chosen: Selection
     ) -> torch.Tensor:
         """Attention to the chosen tokens and the tail. q [B, Q, H, D] -> the same."""
-        if chosen.unit > 1 and not step.bank.on_host(layer):
-            k, v = step.bank.kv(layer, step.bucket)
-            if choose(self.setup.backend, q, lambda: attends(k, v, q.shape[3])) == "native":
+        if not step.bank.on_host(layer):
+            k, v = step.bank.kv(layer)
+            if (bound := self._bound_to(layer, q, k, v)) and chosen.bound(k.shape[1]):
+                return bound.attend(q, *chosen.told(step), chosen.unit)
+            native = chosen.unit > 1 and choose(
+                self.setup.backend, q, lambda: attends(k, v, q.shape[3])
+            )
+            if native == "native":
                 assert chosen.index is not None and chosen.counts is not None
                 places = chosen.index, chosen.counts, chosen.tail_start, step.visible
                 given = self.scale, self.softmax[layer], self.setup.scratch.part, chosen.unit
@@ -200,6 +218,19 @@ class Selecting(Runtime):
             backend=self.setup.backend,
             softmax=self.softmax[layer],
         )
+
+    def _bound_to(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> Chosen | None:
+        """A layer's attention with its arguments bound, None where C++ does not take these."""
+        bound = self._attending.get(layer)
+        if bound is None or not bound.of(k, v):
+            given = k, v, self.softmax[layer]
+            if not takes(self.setup.backend, q, *given):
+                return None
+            bound = Chosen(q.shape[2], *given[:2], self.scale, given[2])
+            self._attending[layer] = bound
+        return bound if q.shape[1] == 1 else None
 
     def _attend_by_query_head(
         self,

@@ -34,8 +34,8 @@ from engine.methods.select.taught.learnt import Learnt
 from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary
 from engine.plan.layers import LayerPlan
-from kernels.index.indexes import Ends
-from kernels.sketch.codes import Coded, Turns, choose_coded, learn_coded
+from kernels.index.indexes import Ends, Index
+from kernels.sketch.codes import Coded, Turns, choose_coded, learn_coded, score_coded
 
 DAMPED = 1e-3  # of H's mean diagonal, added to it: a sample may not span all of a head
 
@@ -173,7 +173,10 @@ class A2ATSRuntime(PQCacheRuntime):
         method = self.method
         stops = [n - method.window if n >= method.ready else 0 for n in lengths]
         far = [self._turns(method.distance - (n - 1)) for n in lengths]
-        choose_coded(self._coded[group], q, far, stops, ends, self.setup.backend)
+        by, backend = self._coded[group], self.setup.backend
+        if not choose_coded(by, q, far, *ends, backend):
+            score_coded(by, q, far, stops)
+            Index(self.scores, by.chosen, "none").take(ends, backend)
 
 
 def factor(
