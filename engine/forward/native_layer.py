@@ -105,6 +105,20 @@ class NativeLayer:
             queries.append(turned[:, :, : self._heads])
         return queries
 
+    def ahead(
+        self, number: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """Rotated queries [B, Q, H, D] of layer number + 1, made of x [B, Q, hidden] as layer
+        `number` norms it. cos, sin float32 [B, Q, R/2]: of layer number + 1.
+        """
+        layer, norm = self.model.layers[number + 1], self.model.layers[number].input_norm
+        norm = layer.input_norm if norm is None else norm
+        qkv = multiply(x, layer.qkv, norm=norm, eps=self._eps, offset=self._offset)
+        qk = qkv.view(*x.shape[:2], *self._per_row)[:, :, : -self._kv_heads]
+        if layer.q_norm is not None:
+            qk = normed_heads(layer, qk, self._heads, self._eps)
+        return apply_rope(qk[:, :, : self._heads], cos, sin)
+
     def recurrence(self, number: int, x: torch.Tensor) -> Mixed:
         layer = self.model.layers[number]
         assert layer.mixer is not None and layer.input_norm is not None

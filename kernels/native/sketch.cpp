@@ -1,11 +1,14 @@
-// What stands for tokens or pages in few channels, met by the queries of a group together: guesses of logits
-// (kernels/sketch/guesses.py) and bounds on them (kernels/sketch/channel_bounds.py).
-#include "vector.h"
+// What stands for tokens or pages in few channels, met by the queries of a group together, and the choice by
+// it: guesses of logits (kernels/sketch/guesses.py) and bounds on them (kernels/sketch/channel_bounds.py).
+#include "indexed.h"
+#include "scratch.h"
+
+extern "C" void omnikv_topk(const float *scores, long stride, int rows, int columns, const int32_t *lo,
+                            const int32_t *hi, const int32_t *k, int32_t *out, int room, int32_t *counts);
 
 namespace {
 
 enum { MAX, MEAN, SUM };
-constexpr int TILE = 4;  // queries that meet a vector together
 
 // Joins what a query gives vector t of a group's scores.
 INLINE Floats joined(Floats before, Floats x, bool first, int how) {
@@ -13,106 +16,127 @@ INLINE Floats joined(Floats before, Floats x, bool first, int how) {
     return how == MAX ? most(before, x) : before + x;
 }
 
-struct Guess {  // strides in bytes of rows, else in elements
-    const float *few;  // [heads][group][columns]
-    const char *rows;  // [heads][tokens][columns], a head's without gaps
+template <class K>
+void widen(const char *from, long count, float *to) {
+    for (long i = 0; i < count; i += W) {
+        const int some = count - i < W ? (int)(count - i) : W;
+        write_some<Float32>(to, i, some, read_some<K>(from, i, some));
+    }
+}
+
+// As the kinds of vector.h number them.
+bool widen(int kind, const char *from, long count, float *to) {
+    if (kind == FLOAT32) widen<Float32>(from, count, to);
+    else if (kind == BFLOAT16) widen<BFloat16>(from, count, to);
+#if defined(__F16C__)
+    else if (kind == FLOAT16) widen<Float16>(from, count, to);
+#endif
+    else return false;
+    return true;
+}
+
+// ---------------------------------------------------------------- guesses
+
+struct Guess {  // strides in bytes of columns and rows, else in elements
+    const char *row;  // queries [heads * group][dim], or a token's K of each head: of row_kind
     long row_head;
-    float *logits;  // [heads][group][..]
-    long logit_head, logit_query;
+    const float *skew;  // [heads][dim][columns]
+    char *held;         // [heads][columns][..], of `kind`
+    long held_head, held_column;
+    float *logits;  // [heads * group][..]
+    long logit_query;
     float *scores;  // [heads][..]
     long score_head;
-    int32_t *found;  // [heads]: tokens less than alpha below a head's largest
-    int heads, group, columns, tokens, how, threads;
-    float alpha;
+    const int32_t *stop, *room;  // [heads]: the tokens below `stop` compete for as many places at most
+    int32_t *out, *counts;       // [heads][most], [heads]
+    int heads, group, dim, columns, tokens, token, most, how, kind, row_kind, threads;
+    float scale, alpha;
 };
 
-// The last W elements of a row, or all of a shorter one: a vector reads nothing behind it.
-template <class K>
-INLINE Floats last_of(const char *row, int columns) {
-    if (columns >= W) return K::read(row, columns - W);
-    alignas(64) char some[W * 4] = {};
-    memcpy(some, row, K::bytes * columns);
-    return K::read(some, 0);
+// A row [dim] times a head's skew: [columns].
+void project(const Guess &c, int head, const float *row, float scale, float *to) {
+    const float *skew = c.skew + (long)head * c.dim * c.columns;
+    for (int i = 0; i < c.columns; i += W) {
+        const int count = c.columns - i < W ? c.columns - i : W;
+        Floats sum = {};
+        for (int d = 0; d < c.dim; d++) sum += read_some<Float32>(skew + (long)d * c.columns, i, count) * row[d];
+        store_some(to + i, count, sum * scale);
+    }
 }
 
-// Logits of T queries; given [T][whole vectors, then one for the end], and the largest of each.
-template <class K, int T>
-void guess_some(const Guess &c, const char *rows, const float *given, float *out, float *largest_of) {
-    const int vectors = (c.columns + W - 1) / W, whole = c.columns / W, wide = vectors * W;
-    const long row = (long)c.columns * K::bytes;
-    Floats top[T];
-    for (int r = 0; r < T; r++) top[r] = all(-INFINITY);
-    for (int t = 0; t < c.tokens; t += W) {
-        const int count = c.tokens - t < W ? c.tokens - t : W;
-        alignas(64) Floats sums[T][W] = {};
-        for (int i = 0; i < count; i++) {
-            const char *from = rows + (t + i) * row;
-            Floats s[T] = {};
-            for (int v = 0; v < vectors; v++) {
-                const Floats x = v < whole ? K::read(from, v * W) : last_of<K>(from, c.columns);
-                for (int r = 0; r < T; r++) s[r] += x * load(given + r * wide + v * W);
-            }
-            for (int r = 0; r < T; r++) sums[r][i] = s[r];
-        }
-        for (int r = 0; r < T; r++) {
-            const Floats found = totals(sums[r]);
-            float *to = out + r * c.logit_query + t;
-            if (count == W) store(to, found), top[r] = most(found, top[r]);
-            else
-                for (int i = 0; i < count; i++) {
-                    to[i] = found[i];
-                    top[r][0] = found[i] > top[r][0] ? found[i] : top[r][0];
-                }
-        }
-    }
-    for (int r = 0; r < T; r++) largest_of[r] = largest(top[r]);
-}
-
-constexpr int WIDEST = 1024, GROUP = 128;  // most columns, and queries of a group
-
+// How far each token's logit is below the largest of its query, few [group][columns]; how many of a head's are
+// less than alpha below.
 template <class K>
-void guess(const Guess &c, int head) {
-    const int vectors = (c.columns + W - 1) / W, wide = vectors * W, rest = c.columns % W;
-    const char *rows = c.rows + head * c.row_head;
-    alignas(64) float given[TILE * (WIDEST + W)], tops[GROUP];
-    float *logits = c.logits + head * c.logit_head, *scores = c.scores + head * c.score_head;
-    for (int g = 0; g < c.group;) {
-        const int left = c.group - g, some = left >= TILE ? TILE : left >= 2 ? 2 : 1;
-        for (int r = 0; r < some; r++) {
-            const float *few = c.few + ((long)head * c.group + g + r) * c.columns;
-            float *to = given + r * wide;
-            memset(to, 0, sizeof(float) * wide);
-            memcpy(to, few, sizeof(float) * (c.columns - rest));
-            // the end lies at the last elements of a vector that ends with the row
-            const int at = c.columns >= W ? wide - rest : 0;
-            if (rest) memcpy(to + at, few + c.columns - rest, sizeof(float) * rest);
-        }
-        float *out = logits + g * c.logit_query;
-        if (some == TILE) guess_some<K, TILE>(c, rows, given, out, tops + g);
-        else if (some == 2) guess_some<K, 2>(c, rows, given, out, tops + g);
-        else guess_some<K, 1>(c, rows, given, out, tops + g);
-        g += some;
-    }
+int guess(const Guess &c, int head, const float *few, const int64_t *numbers) {
+    float *const logits = c.logits + (long)head * c.group * c.logit_query, *const scores = c.scores + head * c.score_head;
+    channels<K>({few, numbers, c.held + head * c.held_head, c.held_column, logits, c.logit_query, c.group,
+                 c.columns, 0},
+                0, c.tokens);
     int found = 0;
-    for (int t = 0; t < c.tokens; t++) {
-        float score = 0;
-        for (int g = 0; g < c.group; g++) {
-            const float below = logits[g * c.logit_query + t] - tops[g];
-            score = !g ? below : c.how == MAX ? (below > score ? below : score) : score + below;
+    for (int g = 0; g < c.group; g++) {
+        const float *const x = logits + g * c.logit_query;
+        Floats tops = all(-INFINITY);
+        int t = 0;
+        for (; t + W <= c.tokens; t += W) tops = most(load(x + t), tops);
+        float top = largest(tops);
+        for (; t < c.tokens; t++) top = x[t] > top ? x[t] : top;
+        Ints near = {};
+        const bool last = g == c.group - 1;
+        for (t = 0; t < c.tokens; t += W) {
+            const int count = c.tokens - t < W ? c.tokens - t : W;
+            Floats score = joined(read_some<Float32>(scores, t, count), read_some<Float32>(x, t, count) - top, !g, c.how);
+            if (last && c.how == MEAN) score /= (float)c.group;
+            store_some(scores + t, count, score);
+            if (count == W) near -= (Ints)(score > -c.alpha);
+            else
+                for (int i = 0; last && i < count; i++) found += score[i] > -c.alpha;
         }
-        if (c.how == MEAN) score /= c.group;
-        scores[t] = score, found += score > -c.alpha;
+        for (int i = 0; last && i < W; i++) found += near[i];
     }
-    c.found[head] = found;
+    return found;
 }
 
 template <class K>
-int guesses(const Guess &c) {
-    if (c.columns > WIDEST || c.group > GROUP) return 1;
-#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && c.heads > 1)
-    for (int head = 0; head < c.heads; head++) guess<K>(c, head);
+int choose_guessed(const Guess &c) {
+    static thread_local Scratch scratch;
+    const long queries = (long)c.heads * c.group;
+    int64_t *const numbers = (int64_t *)scratch.get(sizeof(int64_t) * c.columns +
+                                                    sizeof(float) * queries * (c.dim + c.columns));
+    if (!numbers) return 2;
+    float *const few = (float *)(numbers + c.columns), *const q = few + queries * c.columns;
+    for (int i = 0; i < c.columns; i++) numbers[i] = i;
+    if (!widen(c.row_kind, c.row, queries * c.dim, q)) return 1;
+    for (long i = 0; i < queries; i++) project(c, (int)(i / c.group), q + i * c.dim, c.scale, few + i * c.columns);
+    int found = 0;
+#pragma omp parallel for schedule(static) num_threads(c.threads) reduction(+ : found) if (c.threads > 1 && c.heads > 1)
+    for (int head = 0; head < c.heads; head++)
+        found += guess<K>(c, head, few + (long)head * c.group * c.columns, numbers);
+    const int32_t zero = 0;
+    for (int head = 0; head < c.heads; head++) {
+        int32_t wanted = found / c.heads > 1 ? found / c.heads : 1;
+        const int32_t room = c.room[head] > 1 ? c.room[head] : 1;
+        wanted = wanted < room ? wanted : room;
+        omnikv_topk(c.scores + head * c.score_head, 0, 1, c.tokens, &zero, c.stop + head, &wanted,
+                    c.out + (long)head * c.most, c.most, c.counts + head);
+    }
     return 0;
 }
+
+template <class K>
+int learn_guessed(const Guess &c) {
+    static thread_local Scratch scratch;
+    float *const row = (float *)scratch.get(sizeof(float) * (c.dim + c.columns));
+    if (!row) return 2;
+    for (int head = 0; head < c.heads; head++) {
+        if (!widen(c.row_kind, c.row + head * c.row_head, c.dim, row)) return 1;
+        project(c, head, row, 1, row + c.dim);
+        for (int i = 0; i < c.columns; i++)
+            write_some<K>(c.held + head * c.held_head + i * c.held_column, c.token, 1, all(row[c.dim + i]));
+    }
+    return 0;
+}
+
+// ---------------------------------------------------------------- bounds of pages
 
 struct Bounds {  // strides in bytes of extremes, else in elements
     const float *few;         // [heads][group][count]
@@ -150,28 +174,100 @@ INLINE void bound_some(const Bounds &c, int head, int g, int t, int pages, Float
 }
 
 template <class K>
+void bound_pages(const Bounds &c, int head) {
+    for (int t = 0; t < c.pages; t += W) {
+        const int pages = c.pages - t < W ? c.pages - t : W;
+        Floats found = {};
+        int g = 0;
+        for (; g + TILE <= c.group; g += TILE) bound_some<K, TILE>(c, head, g, t, pages, &found);
+        for (; g + 2 <= c.group; g += 2) bound_some<K, 2>(c, head, g, t, pages, &found);
+        for (; g < c.group; g++) bound_some<K, 1>(c, head, g, t, pages, &found);
+        if (c.how == MEAN) found /= (float)c.group;
+        memcpy(c.out + head * c.out_head + t, &found, sizeof(float) * pages);
+    }
+}
+
+template <class K>
 int channel_bounds(const Bounds &c) {
 #pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && c.heads > 1)
-    for (int head = 0; head < c.heads; head++)
-        for (int t = 0; t < c.pages; t += W) {
-            const int pages = c.pages - t < W ? c.pages - t : W;
-            Floats found = {};
-            int g = 0;
-            for (; g + TILE <= c.group; g += TILE) bound_some<K, TILE>(c, head, g, t, pages, &found);
-            for (; g + 2 <= c.group; g += 2) bound_some<K, 2>(c, head, g, t, pages, &found);
-            for (; g < c.group; g++) bound_some<K, 1>(c, head, g, t, pages, &found);
-            if (c.how == MEAN) found /= (float)c.group;
-            memcpy(c.out + head * c.out_head + t, &found, sizeof(float) * pages);
+    for (int head = 0; head < c.heads; head++) bound_pages<K>(c, head);
+    return 0;
+}
+
+struct Paged {
+    Bounds bounds;          // few and channels are of no matter
+    const char *q;          // [heads * group][dim], of q_kind
+    const int32_t *stayed;  // [heads][..]: where the first `kept` rows of pages stand; strides in elements
+    long stayed_head;
+    int32_t *chosen;  // [heads][..]
+    long chosen_head;
+    int dim, page, kept, later, room;  // a row from `kept` on stands at its number + later; room: pages
+    int kind, q_kind;
+};
+
+// A head's `count` channels in which its queries q [group][dim] are largest together, ascending, and its
+// queries there: [group][count].
+void largest_channels(const float *q, int group, int dim, int count, float *sizes, int64_t *channels, float *few) {
+    const int32_t zero = 0;
+    int32_t *const largest = (int32_t *)(sizes + dim);
+    int32_t found;
+    for (int d = 0; d < dim; d++) {
+        sizes[d] = 0;
+        for (int g = 0; g < group; g++) sizes[d] += fabsf(q[g * dim + d]);
+    }
+    omnikv_topk(sizes, dim, 1, dim, &zero, &dim, &count, largest, count, &found);
+    for (int i = 0; i < count; i++) channels[i] = largest[i];
+    for (int g = 0; g < group; g++)
+        for (int i = 0; i < count; i++) few[g * count + i] = q[g * dim + largest[i]];
+}
+
+template <class K>
+void choose_pages(const Paged &p, Bounds c, int head, const float *q, float *sizes, int64_t *channels, float *few) {
+    const long own = (long)head * c.group;
+    channels += (long)head * c.count, few += own * c.count;
+    largest_channels(q + own * p.dim, c.group, p.dim, c.count, sizes, channels, few);
+    bound_pages<K>(c, head);
+    int32_t *const to = p.chosen + head * p.chosen_head, *const pages = (int32_t *)sizes;
+    const int32_t zero = 0;
+    int32_t found;
+    const int32_t *const stayed = p.stayed + head * p.stayed_head;
+    omnikv_topk(c.out + head * c.out_head, 0, 1, c.pages, &zero, &c.pages, &p.room, pages, p.room, &found);
+    for (int i = 0; i < found; i++)
+        for (int t = 0; t < p.page; t++) {
+            const int row = pages[i] * p.page + t;
+            to[i * p.page + t] = row < p.kept ? stayed[row] : row + p.later;
         }
+}
+
+template <class K>
+int all_pages(const Paged &p) {
+    static thread_local Scratch scratch;
+    Bounds c = p.bounds;
+    const long queries = (long)c.heads * c.group, each = (p.room > 2 * p.dim ? p.room : 2 * p.dim) + 16;
+    int64_t *const channels = (int64_t *)scratch.get(
+        sizeof(int64_t) * c.heads * c.count + sizeof(float) * (queries * (p.dim + c.count) + c.heads * each));
+    if (!channels) return 2;
+    float *const few = (float *)(channels + (long)c.heads * c.count), *const q = few + queries * c.count;
+    float *const sizes = q + queries * p.dim;
+    c.few = few, c.channels = channels;
+    if (!widen(p.q_kind, p.q, queries * p.dim, q)) return 1;
+#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && c.heads > 1)
+    for (int head = 0; head < c.heads; head++)
+        choose_pages<K>(p, c, head, q, sizes + head * each, channels, few);
     return 0;
 }
 
 }  // namespace
 
-// kind: of kinds.h, of rows. Each returns 0, or 1 for a kind that this build lacks.
-extern "C" int omnikv_guesses(const Guess *c, int kind) {
-#define GUESSES(K) guesses<K>(*c)
-    OF_KIND(kind, GUESSES);
+// Each returns 0, 1 for a kind that this build lacks, or 2 without memory; kind: of kinds.h, of rows.
+extern "C" int omnikv_choose_guessed(const Guess *c) {
+#define CHOOSE_GUESSED(K) choose_guessed<K>(*c)
+    OF_KIND(c->kind, CHOOSE_GUESSED);
+}
+
+extern "C" int omnikv_learn_guessed(const Guess *c) {
+#define LEARN_GUESSED(K) learn_guessed<K>(*c)
+    OF_KIND(c->kind, LEARN_GUESSED);
 }
 
 extern "C" int omnikv_channel_bounds(const Bounds *c, int kind) {
@@ -179,5 +275,11 @@ extern "C" int omnikv_channel_bounds(const Bounds *c, int kind) {
     OF_KIND(kind, CHANNEL_BOUNDS);
 }
 
+extern "C" int omnikv_choose_bounded(const Paged *p) {
+#define ALL_PAGES(K) all_pages<K>(*p)
+    OF_KIND(p->kind, ALL_PAGES);
+}
+
 extern "C" int omnikv_sizeof_guess() { return sizeof(Guess); }
 extern "C" int omnikv_sizeof_bounds() { return sizeof(Bounds); }
+extern "C" int omnikv_sizeof_paged() { return sizeof(Paged); }

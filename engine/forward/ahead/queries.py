@@ -11,6 +11,7 @@ import torch
 
 from engine.bank.base import Attends, Foresees, Step
 from engine.forward.layer import LayerForm, one_by_one, split_rows
+from engine.forward.native_layer import NativeLayer
 from engine.model.llama import pre_attention
 
 Turns = Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]  # (cos, sin) [sequence][layer]
@@ -50,9 +51,11 @@ def queries_ahead(
     form: LayerForm, number: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
     """Rotated queries [B, Q, H, D] of layer number + 1, made of x [B, Q, hidden] as layer `number`
-    norms it. cos, sin float32 [B, Q, R/2]: of layer number + 1. Its own product, torch's operators
-    around it: K and V are made too, and dropped.
+    norms it. cos, sin float32 [B, Q, R/2]: of layer number + 1. A product of their own: K and V
+    are made too, and dropped.
     """
+    if isinstance(form, NativeLayer):
+        return form.ahead(number, x, cos, sin)
     model, after = form.model, number + 1
     layer, before = model.layers[after], model.layers[number].input_norm
     # a layer without attention may norm elsewhere

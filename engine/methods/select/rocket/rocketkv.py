@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -38,7 +39,7 @@ from kernels.launch.on_device import on_device
 from kernels.rows.forms import unpack_keys
 from kernels.select.column_sums import column_sums
 from kernels.select.topk import select_topk
-from kernels.sketch.channel_bounds import channel_bounds
+from kernels.sketch.channel_bounds import Paged, Span, channel_bounds, choose_pages
 
 AT_ONCE = 4096  # tokens of an answer that join the pages at a time
 
@@ -184,6 +185,17 @@ class RocketKV(Budgeted):
         return RocketRuntime(self, setup)
 
 
+class _Now(NamedTuple):
+    """What layers of a step share: each sequence's pages, and the first position that is in none
+    (0: it reads everything), the latter int32 [B] too; the tokens that it chooses, int32 [B].
+    """
+
+    spans: list[Span]
+    stops: list[int]
+    counts: torch.Tensor
+    tail: torch.Tensor
+
+
 class RocketRuntime(Selecting):
     """Stage 1 chooses at a prompt's end, and its choice is state: savepoints, forks and files have
     it. Extremes of pages are made then, and again by the first step where they are gone. No CUDA
@@ -305,26 +317,63 @@ class RocketRuntime(Selecting):
         return whole and self._pages(b, n) * self.method.page <= self.k
 
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
-        group, lengths = self.plan.group_of[layer], step.lengths
+        group, now = self.plan.group_of[layer], step.once("pages", lambda: self._now(step))
         assert group is not None
-        if all(self._covers(b, n) for b, n in enumerate(lengths)):
+        if now is None:
             return Selection(None, None, step.visible)
-        self.learn(group, layer, step.bank, lengths)
-        size, heads = self.method.page, self.low.shape[2]
-        counts = [0 if self._covers(b, n) else self._pages(b, n) for b, n in enumerate(lengths)]
+        if any(known < stop for known, stop in zip(self._known[group], now.stops)):
+            self.learn(group, layer, step.bank, step.lengths)
+        by, room = self._by[group], self.k // self.method.page
+        if not choose_pages(by, q[:, -1], now.spans, room, self.setup.backend):
+            self._choose(group, q[:, -1], now.spans, room)
+        return Selection(by.chosen[:, :, : self.k], now.counts, now.tail)
+
+    def _now(self, step: Step) -> _Now | None:
+        """What a step's layers choose among; None where it reads everything."""
+        size, room = self.method.page, self.k // self.method.page
+        spans, stops = [], []
+        for b, n in enumerate(step.lengths):
+            covered, first = self._covers(b, n), self.method.candidates(self.ends[b])
+            kept = self.counts[b] if self.counts[b] < first else 0
+            spans.append(
+                Span(
+                    0 if covered else self._pages(b, n),
+                    kept,
+                    0 if not kept and self.counts[b] else first - self.counts[b],
+                )
+            )
+            stops.append(0 if covered else self.method.paged(self.ends[b], n))
+        if not any(span.pages for span in spans) and not any(stops):
+            return None
+        counts = [min(room, span.pages) * size for span in spans]
+        device = step.visible.device
+        tables = (on_device(numbers, torch.int32, device) for numbers in (counts, stops))
+        return _Now(spans, stops, *tables)
+
+    @cached_property
+    def _by(self) -> list[Paged]:
+        """What each group chooses by."""
+        settings = self.method.page, self._channels, self.method.gqa_reduce
+        tensors = zip(self.low, self.high, self.stayed, self.index)
+        return [
+            Paged(low, high, self.bounds, stayed, index, *settings)
+            for low, high, stayed, index in tensors
+        ]
+
+    def _choose(self, group: int, q: torch.Tensor, spans: list[Span], room: int) -> None:
+        """`choose_pages` by torch's operators, or on a GPU."""
+        heads, backend, reduce = self.low.shape[2], self.setup.backend, self.method.gqa_reduce
         for b, found in enumerate(self.bounds.view(len(q), heads, -1)):
-            low, high = (side[group, b, :, :, : counts[b]] for side in (self.low, self.high))
-            sides = low, high, self._channels, found[:, : counts[b]]
-            how = self.method.gqa_reduce, self.setup.backend
-            channel_bounds(grouped(q[b, -1], heads), *sides, *how)
-        stop = on_device(counts, torch.int32, q.device).repeat_interleave(heads)
-        taken = torch.empty_like(stop)
-        given = torch.zeros_like(stop), stop, torch.full_like(stop, self.k // size)
-        select_topk(self.bounds, *given, self.pages, taken, backend=self.setup.backend)
-        index = self.index[group]
+            low, high = (side[group, b, :, :, : spans[b].pages] for side in (self.low, self.high))
+            given = low, high, self._channels, found[:, : spans[b].pages], reduce, backend
+            channel_bounds(grouped(q[b], heads), *given)
+        pages = [span.pages for span in spans]
+        stop = on_device(pages, torch.int32, q.device).repeat_interleave(heads)
+        given = torch.zeros_like(stop), stop, torch.full_like(stop, room)
+        select_topk(self.bounds, *given, self.pages, torch.empty_like(stop), backend=backend)
         for b in range(len(q)):
-            index[b, :, : self.k] = self._tokens(group, b, self.pages.view(len(q), heads, -1)[b])
-        return Selection(index[:, :, : self.k], taken[::heads] * size, self.tail_start(step))
+            own = self.pages.view(len(q), heads, -1)[b]
+            self.index[group, b, :, : self.k] = self._tokens(group, b, own)
 
     def _tokens(self, group: int, b: int, pages: torch.Tensor) -> torch.Tensor:
         """Positions [Hkv, k] of the rows of pages int32 [Hkv, K], of which those behind a head's

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -35,8 +36,9 @@ from engine.methods.select.varying.skew import skewed
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
+from kernels.index.indexes import Ends
 from kernels.rows.forms import key_floats
-from kernels.sketch.guesses import guesses
+from kernels.sketch.guesses import Guessed, choose_guessed, guesses, learn_guessed
 
 SHARE = 0.3  # of the head dimension: columns, by default
 
@@ -92,7 +94,7 @@ class InfiniGen(Indexed):
         layers, heads, few = len(plan.sparse_layers), config.num_kv_heads, self.few(config)
         rows = capacity if layers else 0
         return super().buffers(plan, config, capacity, batch) | {
-            "held": Buffer((layers, batch, heads, capacity, few)),
+            "held": Buffer((layers, batch, heads, few, capacity)),
             "skew": Buffer((layers, heads, config.head_dim, few), torch.float32),
             "logits": Buffer((batch * config.num_heads, rows), torch.float32),
             "counts": Buffer((batch,), torch.int32),
@@ -136,7 +138,20 @@ class InfiniGenRuntime(VaryingRuntime):
 
     def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         self.learnt.ready()
-        self.held[group, b, :, first : first + k.shape[1]] = key_floats(k) @ self.skew[group]
+        if learn_guessed(self._by[group], b, first, k, self.setup.backend):
+            return
+        columns = (key_floats(k) @ self.skew[group]).mT
+        self.held[group, b, :, :, first : first + k.shape[1]] = columns
+
+    @cached_property
+    def _by(self) -> list[Guessed]:
+        """What each group chooses by."""
+        method, known = self.method, zip(self.skew, self.held, self.index)
+        settings = self.scale, method.alpha, method.gqa_reduce
+        return [
+            Guessed(skew, held, self.logits, self.scores, index, *settings)
+            for skew, held, index in known
+        ]
 
     # ---------------------------------------------------------------- a step
 
@@ -167,6 +182,10 @@ class InfiniGenRuntime(VaryingRuntime):
         """Only where no logit may leave a token out."""
         return max(lengths) < (self.k if math.isinf(self.method.alpha) else 1)
 
+    def rank(self, group: int, q: torch.Tensor, lengths: list[int], ends: Ends) -> None:
+        if not choose_guessed(self._by[group], q, lengths, *ends, self.setup.backend):
+            super().rank(group, q, lengths, ends)
+
     def score(self, group: int, q: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """How far each token's logit is below its head's largest; leaves in self.counts how many
         are wanted.
@@ -174,11 +193,11 @@ class InfiniGenRuntime(VaryingRuntime):
         heads, method = self.held.shape[2], self.method
         scores = self.scores.view(len(q), heads, -1)
         logits = self.logits.view(len(q), heads, -1, self.logits.shape[1])
-        how = method.alpha, method.gqa_reduce, self.setup.backend
         for b, n in enumerate(lengths):
             few = grouped(q[b], heads) @ self.skew[group] * self.scale
-            given = few, self.held[group, b, :, :n], logits[b, :, :, :n], scores[b, :, :n]
-            self.counts[b] = guesses(*given, *how).sum() // heads
+            given = self.held[group, b, :, :, :n], logits[b, :, :, :n], scores[b, :, :n]
+            found = guesses(few, *given, method.alpha, method.gqa_reduce)
+            self.counts[b] = found.sum() // heads
         return self.scores
 
     def wanted(self, stop: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
@@ -201,5 +220,5 @@ class InfiniGenRuntime(VaryingRuntime):
 
     def index_bytes(self, n: int) -> int:
         """The columns of every token."""
-        heads, _, few = self.held.shape[2:]
+        heads, few = self.held.shape[2:4]
         return heads * few * n * self.held.element_size()
