@@ -334,14 +334,9 @@ class RocketRuntime(Selecting):
         spans, stops = [], []
         for b, n in enumerate(step.lengths):
             covered, first = self._covers(b, n), self.method.candidates(self.ends[b])
-            kept = self.counts[b] if self.counts[b] < first else 0
-            spans.append(
-                Span(
-                    0 if covered else self._pages(b, n),
-                    kept,
-                    0 if not kept and self.counts[b] else first - self.counts[b],
-                )
-            )
+            count = self.counts[b]
+            kept, pages = count if count < first else 0, 0 if covered else self._pages(b, n)
+            spans.append(Span(pages, kept, first - count))
             stops.append(0 if covered else self.method.paged(self.ends[b], n))
         if not any(span.pages for span in spans) and not any(stops):
             return None
@@ -365,8 +360,8 @@ class RocketRuntime(Selecting):
         heads, backend, reduce = self.low.shape[2], self.setup.backend, self.method.gqa_reduce
         for b, found in enumerate(self.bounds.view(len(q), heads, -1)):
             low, high = (side[group, b, :, :, : spans[b].pages] for side in (self.low, self.high))
-            given = low, high, self._channels, found[:, : spans[b].pages], reduce, backend
-            channel_bounds(grouped(q[b], heads), *given)
+            sides = low, high, self._channels, found[:, : spans[b].pages]
+            channel_bounds(grouped(q[b], heads), *sides, reduce, backend)
         pages = [span.pages for span in spans]
         stop = on_device(pages, torch.int32, q.device).repeat_interleave(heads)
         given = torch.zeros_like(stop), stop, torch.full_like(stop, room)
