@@ -217,6 +217,7 @@ class RocketRuntime(Selecting):
         # positions that each layer's pages cover; 0: none are made
         self._known = [[0] * setup.batch for _ in self.plan.groups]
         self._channels = method.scored_channels(setup.config)
+        self.index.zero_()  # what is behind a list's last stays
 
     # ---------------------------------------------------------------- stage 1
 
