@@ -221,8 +221,8 @@ def _chosen() -> Iterator[Case]:
         by = Paged(*sides, bounds, stayed, chosen, 4, 9, "sum")
         _choose(by, q.to(dtype), [Span(49, 40, 900)], 7)
         expected = torch.empty(2, 49)
-        given = (side[0, :, :, :49] for side in sides)
-        channel_bounds(q[0].to(dtype).float().view(2, 3, 40), *given, 9, expected, backend="cpu")
+        given = sides[0][0, :, :, :49], sides[1][0, :, :, :49], 9, expected
+        channel_bounds(q[0].to(dtype).float().view(2, 3, 40), *given, backend="cpu")
         yield f"bounds by the largest channels in {dtype}", bounds[:, :49], expected, torch.float32
         pages = bounds[:, :49].sort(descending=True, stable=True).indices[:, :7].sort().values
         rows = (pages.unsqueeze(2) * 4 + torch.arange(4)).flatten(1)
