@@ -157,6 +157,8 @@ def _waiting_item(
     until = "of a prompt, until its cut" if needs.waiting >= context else "of a chunk"
     each = config.kv_bytes(size)
     note = f"{each} B x {rows} rows {until}; what the store does not take is freed"
+    if not needs.leaves_rows:
+        note = f"{each} B x {step} rows of a step"
     return len(config.keeping_layers) * (rows + step) * each, note
 
 
@@ -177,9 +179,9 @@ def _forgetting_items(
     config: ModelConfig, needs: Needs, size: int, chunk: int, context: int, savepoints: int
 ) -> tuple[Item, ...]:
     """Return what a method that forgets takes beside its store: a layer's rows twice as they are
-    cut, and the stores that it can go back to.
+    cut, and the stores that it can go back to; nothing where no row outlives its step.
     """
-    if not needs.forgets:
+    if not (needs.forgets and needs.leaves_rows):
         return ()
     points = min(STORES, savepoints) if needs.point_bytes else 0
     # with the newest queries before rotation, which no full attention can compute again, and logits

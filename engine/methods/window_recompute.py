@@ -60,6 +60,7 @@ class WindowRecompute(Method):
             step_rows=0,
             own_prompts=True,
             forgets=True,
+            leaves_rows=False,
             sliding=True,
             capped=True,
         )

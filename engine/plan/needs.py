@@ -90,6 +90,8 @@ class Needs:
     near: K that is freed; None: none.
     piece: most tokens of a chunk (Runtime.chunk_stop); None: as many as the plan has.
     ahead: layers that choose by the input of the layer before (Runtime.foresee), each above 0.
+    leaves_rows: in a session that forgets, rows of a chunk wait for a store; else none outlives the
+    step that makes it, and all that there are then are `store_bytes`.
     rebuilt: rows and Runtime.state say all, although steps run again on the way back: a file may
     hold the session.
     """
@@ -132,6 +134,7 @@ class Needs:
     kept: BlockCache | None = None
     piece: int | None = None
     ahead: tuple[int, ...] = ()
+    leaves_rows: bool = True
     rebuilt: bool = False
 
     def waiting_rows(self, chunk: int) -> int:
@@ -139,6 +142,8 @@ class Needs:
         Segments and chunks are counted from one place, a prompt's beginning: where a chunk begins,
         all of a segment but what both divide by waits at most.
         """
+        if not self.leaves_rows:
+            return 0
         return chunk + max(0, self.waiting - math.gcd(self.waiting, chunk))
 
     @property

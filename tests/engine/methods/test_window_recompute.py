@@ -74,23 +74,29 @@ def test_windows_of_the_models_own_caps_and_sinks_are_the_dense_models(kind):
 
 
 def test_no_row_survives_a_step(monkeypatch):
-    """A bank lives as long as its step, and has the window's rows; the session's has none."""
+    """A bank lives as long as its step, and has the window's rows; the session's has none. The plan
+    says so, to the byte, and has no cut and no store to go back to.
+    """
     made_banks, init = [], DeviceBank.__init__
 
     def counted(self, config, plan, capacity, *rest, **more):
-        made_banks.append(capacity)
         init(self, config, plan, capacity, *rest, **more)
+        made_banks.append((capacity, self.nbytes))
 
-    llm = made()
-    with llm.session(METHOD) as session:
+    llm, method = made(), WindowRecompute(tokens=64)  # a whole number of a bank's blocks
+    each = 3 * llm.config.kv_bytes(4)
+    with llm.session(method) as session:
         monkeypatch.setattr(DeviceBank, "__init__", counted)
         before = session.bank.nbytes
         session.prefill(random_ids(100))
-        assert made_banks == [W]  # a prompt of seven chunks is encoded once
+        assert made_banks == [(64, 64 * each)]  # a prompt of seven chunks is encoded once
         session.decode(5)
-        assert made_banks == [W, W] and session.bank.nbytes == before
-        assert before == 2 * 3 * llm.config.kv_bytes(4)  # a step's row of each layer, held twice
-        assert "O(w^2) a step" in str(llm.plan(METHOD))
+        assert len(made_banks) == 2 and len(set(made_banks)) == 1
+        assert session.bank.nbytes == before == 2 * each  # a step's row of each layer, held twice
+    plan = llm.plan(method)
+    assert "O(w^2) a step" in str(plan)
+    assert (plan.bytes_of("context bank"), plan.bytes_of("retained rows")) == (before, 64 * each)
+    assert not {"cut of a layer", "savepoints"} & {name for name, *_ in plan.items}
 
 
 def test_going_back_forks_and_files(tmp_path):
