@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -30,12 +30,18 @@ STEP = 1  # tokens of a step of an evicting method
 
 @dataclass
 class Waiting:
-    """K and V [B, Hkv, rows, width] of a layer's positions low .. high-1, and room for more."""
+    """K and V [B, Hkv, rows, width] of a layer's positions low .. high-1, and room for more.
+    touched: rows that were written to at some time.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
     low: int
     high: int
+    touched: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.touched = self.high - self.low
 
     @property
     def stop(self) -> int:
@@ -46,6 +52,17 @@ class Waiting:
     def nbytes(self) -> int:
         """Bytes of both sides."""
         return self.k.nbytes + self.v.nbytes
+
+    @property
+    def untouched(self) -> int:
+        """Bytes of rows that nothing was written to yet."""
+        rows = self.k.shape[2]
+        return self.nbytes // rows * (rows - self.touched)
+
+    def wrote(self, stop: int) -> None:
+        """Note that positions up to stop-1 are written."""
+        self.high = stop
+        self.touched = max(self.touched, stop - self.low)
 
     def views(self, first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of positions first .. stop-1."""
@@ -146,7 +163,7 @@ class ChunkBank(Bank):
     def keep_heap(self) -> None:
         """Give back what lies free in the heap where it is too much; looked at in each layer."""
         if self._heap is not None:
-            self._heap.keep()
+            self._heap.keep(sum(held.untouched for held in self._waiting if held is not None))
 
     def write_chunk(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int, backend: str = "auto"
@@ -162,7 +179,7 @@ class ChunkBank(Bank):
         held_k, held_v = held.views(start, stop)
         held_k.copy_(stored_keys(k, held_k, backend).transpose(1, 2))
         held_v.copy_(stored(v, held_v, backend).transpose(1, 2))
-        held.high = stop
+        held.wrote(stop)
 
     def step_rows(self, layer: int) -> StepRows:
         held = self._waiting[layer]
@@ -273,7 +290,7 @@ class ChunkBank(Bank):
                     held.views(first, length), source.rows(layer, first, length)
                 ):
                     mine.copy_(theirs)
-                held.high = length
+                held.wrote(length)
         self.source = None
 
     # ---------------------------------------------------------------- around a step, copies, end

@@ -218,7 +218,7 @@ class SessionState:
             return bank
         if needs.forgets:
             span = needs.waiting_rows(planner.chunk)
-            sizes = dict(span=span, chunk=planner.chunk, heap=planner.workspace * 3 // 5)
+            sizes = dict(span=span, chunk=planner.chunk, heap=planner.workspace * 3 // 4)
             return ChunkBank(config, self.capacity, dtype, device, **sizes)
         given = config, plan, self.capacity, dtype, device
         if needs.near is not None:

@@ -14,11 +14,16 @@ from __future__ import annotations
 
 import math
 import mmap
+import threading
+import weakref
 from collections.abc import Sequence
 
 import torch
 
 LEAST = 16 << 10  # bytes; of a smaller tensor a mapping costs more than it saves
+
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # of every tensor here that lives
+_adding = threading.Lock()  # a set that grows cannot be walked over
 
 
 def empty(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
@@ -39,7 +44,17 @@ def empty_on(
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:  # no address space, or too many mappings: torch says it, if it has none either
         return torch.empty(shape, dtype=dtype, device=device)
+    with _adding:
+        _mapped.add(pages)
     return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def mapped_bytes() -> int:
+    """Return the bytes of all tensors in pages of their own, of this whole process, written to or
+    not.
+    """
+    with _adding:
+        return sum(map(len, _mapped))
 
 
 class Joins:

@@ -45,6 +45,17 @@ def free_in_heap() -> int:
     return 0 if ask is None else int(ask().fordblks)
 
 
+def used_of_heap() -> int:
+    """Bytes that live in the heap and in the mappings of blocks too large for it; 0 where it is not
+    known.
+    """
+    ask = _asked()
+    if ask is None:
+        return 0
+    found = ask()
+    return int(found.uordblks) + int(found.hblkhd)
+
+
 def give_back() -> bool:
     """Give the system the pages that nothing lies in; whether any were given.
 
