@@ -33,7 +33,10 @@ def test_what_was_stored_is_not_measured_again(tmp_path, capsys, monkeypatch):
     assert "1 of 1 within 5%" in capsys.readouterr().out
     store.write_text(json.dumps(found | dict(peak=106)) + "\n")
     assert forgetting.main([*given, "window"]) == 1
-    assert "outside: window: +6%" in capsys.readouterr().out
+    assert "outside: window +6.0%" in capsys.readouterr().out
+    assert forgetting.main([*given, "window", "snapkv", "--known"]) == 1
+    out = capsys.readouterr().out
+    assert "0 of 1 within 5%" in out and "not measured: snapkv" in out
 
 
 def test_the_last_prompt_is_a_chunk_or_all_that_wait():
