@@ -117,16 +117,20 @@ def redundancy(k: torch.Tensor, similar: float) -> torch.Tensor:
     Costs about what attention of T queries does; no [T, T] exists, only tiles of some of its rows.
     """
     count = k.shape[1]
-    unit = functional.normalize(key_floats(k), dim=-1, eps=1e-8)
+    floats = key_floats(k)
+    # in the place of the copy: each is twice the size of 16-bit rows
+    own = None if floats is k else floats
+    unit = functional.normalize(floats, dim=-1, eps=1e-8, out=own)
     sums = torch.zeros(len(k), count, device=k.device)
-    each = torch.arange(count, device=k.device)
+    each = torch.arange(count, dtype=torch.int32, device=k.device)
+    none = each.new_tensor(-1)
     size = max(1, tile_floats(k.device) // (len(k) * count))
     for start in range(0, count, size):
         rows = slice(start, min(count, start + size))
         cosines = torch.matmul(unit[:, rows], unit.transpose(1, 2))
-        cosines[:, each[rows] - start, each[rows]] = 0.0
+        cosines.diagonal(start, 1, 2).zero_()
         # -1: none is as similar
-        latest = each.where(cosines > similar, -1).amax(-1)
+        latest = each.where(cosines > similar, none).amax(-1)
         gone = (each == latest.unsqueeze(-1)) & (latest >= 0).unsqueeze(-1)
         sums += cosines.masked_fill_(gone, 0.0).sum(1)
     return (sums / count).softmax(-1)
