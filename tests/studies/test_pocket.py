@@ -69,12 +69,12 @@ def test_structured_start_looks_back_and_matches():
     seen = {}
     original = pocket_model.attend
 
-    def spy(query, key, value):
+    def spy(query, key, value, chosen=None):
         flat = key.unsqueeze(2)
         scores = (query @ flat.transpose(-1, -2)).float() * query.shape[-1] ** -0.5
         scores = scores + torch.full(scores.shape[-2:], -torch.inf).triu(1)
         seen[len(seen)] = scores.softmax(-1)
-        return original(query, key, value)
+        return original(query, key, value, chosen)
 
     first = torch.randperm(500)[:40]
     ids = torch.cat((first, first[:20]))[None]

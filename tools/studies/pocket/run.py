@@ -16,13 +16,14 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch.nn import functional as F
 
+from tools.studies.pocket import selector
 from tools.studies.pocket.checkpoint import export, load
 from tools.studies.pocket.data import Batch, RowMaker, Spans, batch, row_random
-from tools.studies.pocket.model import Pocket, Shape, compute_dtype
+from tools.studies.pocket.model import PLAIN_UNTIL, Chooser, Pocket, Shape, compute_dtype
 from tools.studies.pocket.optim import Muon
 from tools.studies.pocket.schedule import PROFILES, STAGES, TUNING
 from tools.studies.pocket.start import structured_start
-from tools.studies.pocket.tokenizer import save_tokenizer, train_tokenizer
+from tools.studies.pocket.tokenizer import USER, save_tokenizer, train_tokenizer
 from tools.tasks import TASKS
 
 KINDS = ("recall", "copy", "arithmetic", "delayed", "refuse", *sorted(TASKS))
@@ -56,6 +57,7 @@ class Run:
             structured_start(self.model, spelled, args.seed)
         self.maker = RowMaker(self.tokenizer)
         self.model.to(self.device)
+        self.held = selector.Held(self.model)
         dtype = self.model.dtype = compute_dtype(self.device)
         self.muon = Muon(
             self.model.matrices(), lr=args.lr, dtype=dtype, rank=rank, world=self.world
@@ -118,7 +120,8 @@ class Run:
         """
         ids, where, kinds, spans = self.data(shard)
         ids, where, kinds = ids.to(self.device), where.to(self.device), kinds.to(self.device)
-        states = self.model.hidden(ids[:, :-1].contiguous(), where)
+        tokens = ids[:, :-1].contiguous()
+        states = self.model.hidden(tokens, where, self.chooser(tokens, kinds))
         gen = torch.Generator().manual_seed(self.step * 2 + shard)
         some = (torch.rand(kinds.shape, generator=gen) < 0.15).to(self.device)
         answer, document = kinds == 2, (kinds == 1) & some
@@ -134,6 +137,17 @@ class Run:
             right = torch.ones(kinds.numel(), device=self.device)
             right[picked] = (logits.argmax(-1) == target).float()
             self.tally(right.view(kinds.shape).cpu(), spans, float(answer_loss))
+
+    def chooser(self, tokens: torch.Tensor, kinds: torch.Tensor) -> tuple[int, Chooser] | None:
+        """Every second step the rows from a dialogue's first question on (without one: that
+        answer) see what the selector chose; None in the others.
+
+        So what they look up is found where full attention and OmniKV both have it.
+        """
+        if self.step % 2 or tokens.shape[1] > PLAIN_UNTIL or self.model.embed.is_cuda:
+            return None
+        asked = ((tokens == USER) | (kinds == 2)).cummax(1).values
+        return selector.LAYER, functools.partial(selector.chosen, answers=asked)
 
     def tally(self, right: torch.Tensor, spans: Spans, loss: float) -> None:
         """Count the answers that greedy decoding would get right given the right prefix. The data
@@ -159,6 +173,7 @@ class Run:
             self.elapsed = float(flat[-1])
             for grad, part in zip(grads, flat[:-1].split([g.numel() for g in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
+        self.held.drop_gradients()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
 
     def rates(self) -> float:
@@ -182,6 +197,7 @@ class Run:
         self.adam.param_groups[0]["lr"] = self.args.adam_lr * factor
         self.muon.step()
         self.adam.step()
+        self.held.restore()
         self.muon.zero_grad(set_to_none=True)
         self.adam.zero_grad(set_to_none=True)
         self.step += 1

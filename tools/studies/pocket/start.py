@@ -1,8 +1,9 @@
 """The shipped model's first weights: a structured start.
 
-It writes an induction circuit into them: heads that look one and two tokens back, and matching
-heads that look for tokens whose previous token is mine. Without it a run of an hour on two cores
-does not begin to retrieve (weights/pocket/MODEL_CARD.md).
+It writes an induction circuit into them: heads that look one and two tokens back, a layer that
+chooses coarsely where to look (tools/studies/pocket/selector.py), and behind it matching heads that
+look for tokens whose previous tokens are mine. Without it a run of an hour on two cores does not
+begin to retrieve (weights/pocket/MODEL_CARD.md).
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tools.studies.pocket import selector
 from tools.studies.pocket.model import Pocket
 
+# behind the layer that chooses, where OmniKV reads what was chosen
 MATCH_LAYERS = (2, 4)
 # how strongly layer 0 writes what stood before beside the token itself; 0.2 drowned it
 # (docs/LOG.md)
@@ -31,13 +34,18 @@ def structured_start(model: Pocket, spelled: list[str], seed: int) -> None:
     """
     s, gen = model.shape, torch.Generator().manual_seed(seed)
     d, hd = s.hidden, s.head_dim
-    mean = F.normalize(torch.randn(d, generator=gen), dim=0)
-    project = torch.eye(d) - mean[:, None] * mean[None, :]
+    mean = torch.zeros(d)
+    mean[selector.CONSTANT] = 1
+    project = torch.eye(d)
+    project[selector.LANE] = 0
     content = F.normalize(
         (torch.randn(s.vocab, d, generator=gen) + word_vectors(spelled, d, gen)) @ project, dim=1
     )
     content = F.normalize(content + 0.8 * digit_vectors(spelled, d, gen) @ project, dim=1)
     model.embed.copy_(content + mean)
+    model.embed[:, selector.OWN] = selector.codes(word_names(spelled), gen)
+    # what a norm makes of an embedding: content, constant and two codes
+    normed = math.sqrt(d / (2 + 2 * selector.STRENGTH**2))
     for stack, scale in (
         (model.q, 0.5),
         (model.k, 0.5),
@@ -55,28 +63,30 @@ def structured_start(model: Pocket, spelled: list[str], seed: int) -> None:
     outs = [torch.zeros(hd, d) for _ in range(4)]
     for out in outs:
         out[low] = _orthonormal(len(low), d, gen) @ project
-    _look_back(model, mean, code, outs)
+    _look_back(model, mean, normed, code, outs)
     turns = [torch.zeros(hd, hd) for _ in range(3)]
     for turn in turns:
         turn[torch.tensor(low)[:, None], torch.tensor(low)[None, :]] = _orthonormal(
             len(low), len(low), gen
         )
     _match(model, code, outs, turns, project, gen)
+    selector.plant(model, normed)
 
 
-def _look_back(model: Pocket, mean: Tensor, code: Tensor, outs: list[Tensor]) -> None:
+def _look_back(
+    model: Pocket, mean: Tensor, normed: float, code: Tensor, outs: list[Tensor]
+) -> None:
     """Layer 0: constant keys; three heads' queries are turned by one, two and three positions, the
     fourth sees the last few alike; each writes the code of its tokens into another subspace.
     """
     s, hd, half = model.shape, model.shape.head_dim, model.shape.head_dim // 2
     frequency = s.theta ** (-torch.arange(half, dtype=torch.float32) / half)
     fast, near = (frequency > 0.03).float(), ((frequency > 0.03) & (frequency < 0.2)).float()
-    norm_mean = math.sqrt(s.hidden / 2)  # length of the mean part of a normed embedding
     strength = 2.6 * math.sqrt(math.sqrt(hd))
     constant = torch.cat((fast, torch.zeros(half)))
     for kv in range(2):
         model.k[0, kv * hd : (kv + 1) * hd] = (
-            strength * constant[:, None] * mean[None, :] / norm_mean
+            strength * constant[:, None] * mean[None, :] / normed
         )
         model.v[0, kv * hd : (kv + 1) * hd] = code
     for head, (offset, weight) in enumerate(((1, fast), (2, fast), (3, fast), (0, near))):
@@ -84,7 +94,7 @@ def _look_back(model: Pocket, mean: Tensor, code: Tensor, outs: list[Tensor]) ->
             (weight * torch.cos(offset * frequency), -weight * torch.sin(offset * frequency))
         )
         model.q[0, head * hd : (head + 1) * hd] = (
-            strength * turned[:, None] * mean[None, :] / norm_mean
+            strength * turned[:, None] * mean[None, :] / normed
         )
         model.o[0, :, head * hd : (head + 1) * hd] = BACK * outs[head].T
 
@@ -120,13 +130,18 @@ def _orthonormal(rows: int, cols: int, gen: torch.Generator) -> Tensor:
     return torch.linalg.qr(torch.randn(cols, rows, generator=gen))[0].T
 
 
-def word_vectors(spelled: list[str], width: int, gen: torch.Generator) -> Tensor:
-    """[vocab, width]: normal vectors, one for all tokens that are the same word but for spaces: "
-    k" is asked for as "k".
+def word_names(spelled: list[str]) -> list[str]:
+    """A name per token, the same for tokens that are the same word but for spaces: " k" is asked
+    for as "k".
     """
-    names = [
+    return [
         text.strip() if text.strip().isalpha() else str(index) for index, text in enumerate(spelled)
     ]
+
+
+def word_vectors(spelled: list[str], width: int, gen: torch.Generator) -> Tensor:
+    """[vocab, width]: normal vectors, one for all tokens that are the same word but for spaces."""
+    names = word_names(spelled)
     places = {name: index for index, name in enumerate(dict.fromkeys(names))}
     return torch.randn(len(places), width, generator=gen)[
         torch.tensor([places[name] for name in names])
