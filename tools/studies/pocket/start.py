@@ -112,7 +112,7 @@ def _match(
     words near. Each comparison has its random basis, so that a key's two tokens are told
     from one.
     """
-    hd, gain = model.shape.head_dim, 1.75
+    hd, gain = model.shape.head_dim, 2.1
     second, third, around = turns
     offered = second @ outs[1] + third @ outs[2] + around @ outs[3]
     for layer in MATCH_LAYERS:
