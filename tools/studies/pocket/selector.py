@@ -19,28 +19,40 @@ from torch import Tensor
 from tools.studies.pocket.model import Pocket
 
 LAYER = 1  # the filter layer; layer 0 looks back, all behind this one are sparse
-SIDES = 4, 4  # components of a token's two codes: classes are twice as many, a sign each
+SIDES = 10, 4  # components of a token's two codes: classes are twice as many, a sign each
+WORDS = 4  # of the first code's components, those of letters and numbers
 CONSTANT = 0  # the component that is the same in every token
-OWN = slice(1, 9)  # codes of the token itself
-BEFORE = slice(9, 17)  # of the one before it
-SECOND = slice(17, 21)  # the short code of the one before that
-LANE = slice(0, 21)
+OWN = slice(1, 15)  # codes of the token itself
+BEFORE = slice(15, 29)  # of the one before it
+SECOND = slice(29, 33)  # the short code of the one before that
+LANE = slice(0, 33)
 STRENGTH = 0.5  # length of a code beside a content of length one
 SHARP = 24.0  # logit of one code that is the same, about; the stream grows in training
 SHARE, LEAST, TAIL = 0.0667, 8, 32  # what `chosen` shows to rows that answer
 
 
-def codes(names: list[str], gen: torch.Generator) -> Tensor:
-    """[names, 8]: two signed unit vectors each, the same for the same name."""
-    places = {name: index for index, name in enumerate(dict.fromkeys(names))}
-    out = torch.zeros(len(places), sum(SIDES))
-    first = 0
-    for side in SIDES:
-        where = torch.randint(side, (len(places),), generator=gen)
-        sign = torch.randint(2, (len(places),), generator=gen) * 2.0 - 1
-        out[torch.arange(len(places)), first + where] = STRENGTH * sign
-        first += side
-    return out[torch.tensor([places[name] for name in names])]
+def codes(spelled: list[str], names: list[str], gen: torch.Generator) -> Tensor:
+    """[vocab, 14]: two signed unit vectors a token, the same for the same name.
+
+    Letters and numbers draw their classes. Signs take theirs in turn and from others: some of them
+    stand in every line, and two in one class would fill the choice.
+    """
+    words, signs = WORDS, SIDES[0] - WORDS
+    first: dict[str, tuple[int, int, int, int]] = {}
+    count = 0
+    for text, name in zip(spelled, names, strict=True):
+        if name not in first:
+            own, turn, second, sign = (int(x) for x in torch.randint(1 << 16, (4,), generator=gen))
+            sign_of_all = not any(char.isalnum() for char in text)
+            where = words + count % signs if sign_of_all else own % words
+            turn = count // signs if sign_of_all else turn
+            count += sign_of_all
+            first[name] = where, turn % 2, second % SIDES[1], sign % 2
+    table = torch.tensor([first[name] for name in names])
+    out, every = torch.zeros(len(names), sum(SIDES)), torch.arange(len(names))
+    out[every, table[:, 0]] = STRENGTH * (table[:, 1] * 2.0 - 1)
+    out[every, SIDES[0] + table[:, 2]] = STRENGTH * (table[:, 3] * 2.0 - 1)
+    return out
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ def structured_start(model: Pocket, spelled: list[str], seed: int) -> None:
     )
     content = F.normalize(content + 0.8 * digit_vectors(spelled, d, gen) @ project, dim=1)
     model.embed.copy_(content + mean)
-    model.embed[:, selector.OWN] = selector.codes(word_names(spelled), gen)
+    model.embed[:, selector.OWN] = selector.codes(spelled, word_names(spelled), gen)
     # what a norm makes of an embedding: content, constant and two codes
     normed = math.sqrt(d / (2 + 2 * selector.STRENGTH**2))
     for stack, scale in (
