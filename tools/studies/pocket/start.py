@@ -85,9 +85,7 @@ def _look_back(
     strength = 2.6 * math.sqrt(math.sqrt(hd))
     constant = torch.cat((fast, torch.zeros(half)))
     for kv in range(2):
-        model.k[0, kv * hd : (kv + 1) * hd] = (
-            strength * constant[:, None] * mean[None, :] / normed
-        )
+        model.k[0, kv * hd : (kv + 1) * hd] = strength * constant[:, None] * mean[None, :] / normed
         model.v[0, kv * hd : (kv + 1) * hd] = code
     for head, (offset, weight) in enumerate(((1, fast), (2, fast), (3, fast), (0, near))):
         turned = torch.cat(
