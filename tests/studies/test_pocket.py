@@ -9,6 +9,7 @@ import torch
 from tests.builders import POCKET
 from tools.studies.pocket import data as pocket_data
 from tools.studies.pocket import model as pocket_model
+from tools.studies.pocket import selector
 from tools.studies.pocket.checkpoint import export
 from tools.studies.pocket.optim import orthogonalise
 from tools.studies.pocket.start import MATCH_LAYERS, structured_start
@@ -90,6 +91,60 @@ def test_structured_start_looks_back_and_matches():
     match = seen[MATCH_LAYERS[0]][0, 0, 0]  # kv head 0, its first head
     # chance is 0.02
     assert float(torch.stack([match[40 + i, i + 1] for i in range(20)]).mean()) > 0.15
+
+
+def test_the_selector_finds_coarsely_and_carries_nothing(tokenizer):
+    """At every value of an answer from a table: its place is among 6.67% of the tokens, and the one
+    token of the highest score is mostly another's.
+    """
+    spelled = [tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())]
+    model = pocket_model.Pocket(pocket_model.Shape(vocab=len(spelled)))
+    structured_start(model, spelled, 1)
+    assert not model.o[selector.LAYER].any()
+    rng, ranks = Random(3), []
+    for _ in range(3):
+        numbers = [str(rng.randrange(100_000, 1_000_000)) for _ in range(200)]
+        pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
+        table = [BOS, *tokenizer.encode("\n".join(f"{k}: {v}" for k, v in pairs)).ids]
+        for key, value in rng.sample(pairs, 8):
+            answer = tokenizer.encode(f"{key}: {value}").ids
+            place = next(i for i in range(len(table)) if table[i : i + 5] == answer)
+            scores = selector_scores(model, [*table, USER, ASSISTANT, *answer])
+            for step in (2, 3):  # what it says next: the value's first and second token
+                row, right = len(table) + 2 + step, place + step + 1
+                ranks.append(int((scores[row, : len(table)] > scores[row, right]).sum()))
+    assert max(ranks) < 0.0667 * len(table), ranks
+    assert sum(rank == 0 for rank in ranks) < len(ranks) / 2, ranks
+
+
+def selector_scores(model, ids):
+    """[L, L]: the selector's weights."""
+    seen = {}
+
+    def choose(query, key):
+        scores = (query @ key.unsqueeze(2).transpose(-1, -2)).float()
+        seen[0] = scores.flatten(1, 2).amax(1)[0]
+        return torch.ones(1, len(ids), len(ids), dtype=torch.bool).tril()
+
+    with torch.no_grad():
+        where = torch.arange(len(ids))[None]
+        model.hidden(torch.tensor([ids]), where, (selector.LAYER, choose))
+    return seen[0]
+
+
+def test_rows_that_answer_see_what_the_selector_chose():
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 2, 2, 300, 8), torch.randn(2, 2, 300, 8)
+    answers = torch.zeros(2, 300, dtype=torch.bool)
+    answers[0, 250:] = True
+    seen = selector.chosen(query, key, answers)
+    count = torch.arange(1, 301)
+    assert torch.equal(seen[1].sum(1), count) and torch.equal(seen[0, :250].sum(1), count[:250])
+    assert (seen[0, 250:].sum(1) == int(selector.SHARE * 300) + selector.TAIL).all()
+    assert not seen.triu(1).any()
+    weight = (query[0, :, :, 299] @ key[0].transpose(1, 2) / 8**0.5).softmax(-1).amax((0, 1))
+    best = weight[: 300 - selector.TAIL].topk(int(selector.SHARE * 300)).indices
+    assert seen[0, 299, best].all()
 
 
 def test_export_matches_transformers(tmp_path):

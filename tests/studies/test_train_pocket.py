@@ -9,6 +9,7 @@ import torch
 
 from tools.studies.pocket import data as pocket_data
 from tools.studies.pocket import run as pocket_run
+from tools.studies.pocket import selector
 from tools.studies.pocket.model import Shape
 from tools.studies.pocket.schedule import PROFILES, STAGES, Profile
 
@@ -70,6 +71,23 @@ def test_a_resumed_run_is_the_uninterrupted_one(make):
     assert second.step == 3 and second.tokens == first.tokens
     assert all(torch.equal(a, b) for a, b in zip(want, steps(second, 3), strict=True))
     assert torch.equal(whole.counts, second.counts)
+
+
+def test_training_leaves_the_selector_as_it_was(make):
+    run = make()
+    first = [p.detach().clone() for p in run.model.parameters()]
+    last, layer, lane = steps(run, 4), selector.LAYER, selector.LANE
+    old, new = (
+        dict(zip(dict(run.model.named_parameters()), some, strict=True)) for some in (first, last)
+    )
+    for name in ("q", "k", "v", "o"):
+        assert torch.equal(old[name][layer], new[name][layer])
+        assert not torch.equal(old[name][layer + 1], new[name][layer + 1])
+    assert torch.equal(old["embed"][:, lane], new["embed"][:, lane])
+    assert not torch.equal(old["embed"], new["embed"])
+    assert torch.equal(old["norm1"][layer], new["norm1"][layer])
+    assert not new["o"][layer].any()
+    assert not new["o"][1:, lane].any() and not new["down"][:, lane].any() and new["down"].any()
 
 
 def test_a_checkpoint_killed_while_written_is_not_loaded(make, monkeypatch):
