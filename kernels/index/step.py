@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.attention.native import LANES, Call, attends, room, told_lists, where
+from kernels.attention.bound import told_lists, where
+from kernels.attention.native import LANES, Call, attends, room
 from kernels.attention.reference import attend_alone
 from kernels.index.choose import BINDING as CHOICE
 from kernels.index.choose import Choice, told_codes

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.attention.native import SPLIT, where
+from kernels.attention.bound import where
+from kernels.attention.native import SPLIT
 from kernels.kept.far import attend_far_ref
 from kernels.native.kinds import FLOATS
 from kernels.native.library import Binding, Case, check, loaded
