@@ -254,6 +254,11 @@ def attend_chosen(
     return found[0][None] if len(found) == 1 else torch.stack(found)
 
 
+def where(k: torch.Tensor, v: torch.Tensor) -> tuple[object, ...]:
+    """Where rows lie, and how: equal where a call that was told of the ones may read the others."""
+    return k.data_ptr(), v.data_ptr(), k.stride(), v.stride(), k.shape, k.dtype
+
+
 def _with_tail(logs: torch.Tensor, tail: int) -> torch.Tensor:
     """Logs [kept] of chosen rows and 0 of each of the tail's."""
     return torch.cat([logs, logs.new_zeros(tail)])

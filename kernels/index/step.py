@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.attention.bound import told_lists, where
-from kernels.attention.native import LANES, Call, attends, room
+from kernels.attention.native import LANES, Call, attends, room, where
 from kernels.attention.reference import attend_alone
+from kernels.index.bound import told_lists
 from kernels.index.choose import BINDING as CHOICE
 from kernels.index.choose import Choice, told_codes
 from kernels.index.choose import told_channels as by_channels

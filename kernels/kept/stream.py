@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.attention.bound import where
-from kernels.attention.native import SPLIT
+from kernels.attention.native import SPLIT, where
 from kernels.kept.far import attend_far_ref
 from kernels.native.kinds import FLOATS
 from kernels.native.library import Binding, Case, check, loaded

@@ -19,11 +19,11 @@ from engine.methods.base import Method, Runtime, Setup
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan, Role
 from engine.plan.needs import Needs
-from kernels.attention.bound import Chosen, takes
 from kernels.attention.native import attend as attend_natively
 from kernels.attention.native import attend_chosen, attends
 from kernels.attention.reference import attend
 from kernels.attention.sparse import decode_sparse
+from kernels.index.bound import Chosen, takes
 from kernels.launch.dispatch import choose
 from kernels.prefill.dense import attend_rows
 

@@ -16,11 +16,6 @@ from kernels.native.kinds import FLOATS
 from kernels.native.library import check, loaded
 
 
-def where(k: torch.Tensor, v: torch.Tensor) -> tuple[object, ...]:
-    """Where rows lie, and how: equal where a call that was told of the ones may read the others."""
-    return k.data_ptr(), v.data_ptr(), k.stride(), v.stride(), k.shape, k.dtype
-
-
 def told_lists(
     k: torch.Tensor,
     v: torch.Tensor,
