@@ -231,6 +231,12 @@ def run(out, *more):
     )
 
 
+def test_a_prompt_that_does_not_fit_is_refused_before_any_is_asked(tmp_path, capsys):
+    assert run(tmp_path, "--tasks", "niah_single_1", "vt") == 2
+    assert re.search("task vt needs at least [0-9]+ tokens, not 512", capsys.readouterr().err)
+    assert (tmp_path / "answers.jsonl").read_text().count("\n") == 1  # settings, and no answer
+
+
 def test_a_run_that_was_killed_gives_the_same_report(tmp_path, capsys, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for name in ("niah_single_1", "niah_multikey_2"):

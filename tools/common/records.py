@@ -29,7 +29,9 @@ class AnswerFile:
         self.done: set[tuple] = set()
 
     def load(self) -> Record | None:
-        """Read the answers of an earlier run; returns its line of settings, None without one."""
+        """Read the answers of an earlier run; returns its line of settings, None without one or
+        without an answer: an estimate binds nobody.
+        """
         header = None
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         for line in lines:
@@ -41,7 +43,7 @@ class AnswerFile:
                 header = record
             else:
                 self._take([record])
-        return header
+        return header if self.records else None
 
     def go_on(
         self, there: Record | None, here: Record, new: Sequence[str] = (), **more: Any

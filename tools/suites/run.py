@@ -29,6 +29,7 @@ from tools.suites.ruler.tasks import differs
 from weights.fingerprint import weights_digest
 
 MARGIN = 64  # tokens of a chat template, kept free where --max-length is not given
+SHORT = 2048  # tokens that every made prompt fits into: the longest at its least has some 1,100
 
 
 def key(record: Record) -> tuple:
@@ -226,6 +227,7 @@ class Suite:
         """Answer in order until all is done, the minutes are over, or the estimate is known."""
         todo, limit = self.todo(), self.args.minutes
         total = len(todo)
+        self._require_room(job for job, _ in todo)
         if self.args.estimate:  # one document of each suite and length, whose answers stay
             first: dict[tuple[str, int], tuple[Job, Missing]] = {}
             for job, missing in todo:
@@ -249,6 +251,13 @@ class Suite:
                 f"{span(self.pace.expected(todo[number + 1 :]))} left"
             )
         say("")
+
+    def _require_room(self, jobs: Iterable[Job]) -> None:
+        """Raise UsageError for the first made prompt that is too long, before any is asked."""
+        for job in jobs:
+            task = self.tasks[job.task]
+            if task.sizes is None and job.length < SHORT:
+                task.make(self.tokenizer, job.length, job.number, self.llm.max_context)
 
     def write(self) -> str:
         """Write report.md and config.json of all answers there are; returns the page."""
