@@ -77,7 +77,7 @@ SECTIONS = {name: section for command in COMMANDS.values() for name, section in 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = command("tools.check_gpu", __doc__)
+    p = command("python -m tools.check_gpu", __doc__)
     add_flags(p, "out fresh", out=ROOT / "benchmarks" / "results" / "check-gpu")
     p.add_argument("--command", type=int, choices=list(COMMANDS), default=1, help="default 1")
     p.add_argument("--sections", help="which, in this order, instead of a command's")

@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from kernels.attention.native import SPLIT, Call, attends, part_floats
+from kernels.attention.native import SPLIT, Call, attends, room
 from kernels.launch.dispatch import NATIVE
 from kernels.launch.softmax import Softmax
 from kernels.native.kinds import FLOATS
@@ -64,19 +64,27 @@ class Chosen:
 
     One layer's rows k, v [1, Hkv, T, D], floats of one dtype, last dim contiguous, as `takes`
     says, and queries of `heads` heads. scale, softmax: as in `decode_sparse`
-    (kernels/attention/sparse.py).
+    (kernels/attention/sparse.py); parts: as `attend` of kernels/attention/native.py has them.
     """
 
     def __init__(
-        self, heads: int, k: torch.Tensor, v: torch.Tensor, scale: float, softmax: Softmax
+        self,
+        heads: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        softmax: Softmax,
+        parts: torch.Tensor | None = None,
     ) -> None:
         # not kept: a bank that is dropped is freed at once
         self._rows = weakref.ref(k), weakref.ref(v)
         kv_heads, dim = k.shape[1], k.shape[3]
-        self._splits, self._kind = 0, FLOATS[k.dtype]
-        self._room = kv_heads, heads // kv_heads, dim
+        self._most, self._kind = k.shape[2], FLOATS[k.dtype]
+        self._sizes = kv_heads, heads // kv_heads, dim
         self._lse = torch.empty(heads)  # nobody reads it
         self._call = _told(k[0], v[0], kv_heads, self._lse, scale, softmax)
+        self._parts = room(parts, *self._sizes, self._most)
+        self._call.parts = self._parts.data_ptr()
         self._given = ctypes.byref(self._call)
 
     def of(self, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -98,9 +106,8 @@ class Chosen:
         """
         call, q = self._call, q.contiguous()
         visited = kept * unit + stop - start
-        if visited > self._splits * SPLIT:
-            self._splits = -(-visited // SPLIT)
-            self._parts = torch.empty(part_floats(*self._room, visited))
+        if visited > self._most:  # rows that are named twice
+            self._most, self._parts = visited, room(self._parts, *self._sizes, visited)
             call.parts = self._parts.data_ptr()
         call.index = index.data_ptr()
         call.index_head = 0 if index.shape[1] == 1 else index.stride(1)

@@ -501,7 +501,7 @@ def test_bytes_are_what_is_allocated(llm):
             )
             # a few numbers beside them, and FastGen's marks of every id
             marks = 2 * llm.config.vocab_size if variant.name == "fastgen" else 0
-            assert own <= runtime <= own + 4096 + marks
+            assert own <= runtime <= own + 4096 + marks, variant.label
             assert (held.peak, held.host) == (bank + own, session.stats.host_bytes)
             assert held.device + held.metadata + held.buffers == (
                 own if variant.entry.evicts else held.peak

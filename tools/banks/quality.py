@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 (the model does not load) or 2 (usage)."""
     families = "\n".join(f"  {name:<10} {family.note}" for name, family in FAMILIES.items())
     parser = command(
-        "tools.banks",
+        "python -m tools.banks",
         __doc__,
         f"banks (and bits, such as kivi2; {', '.join(REAL)} are the engine's own):\n{families}",
     )

@@ -67,7 +67,7 @@ def words(text: str) -> tuple[str, ...]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = command("tools.bench", __doc__)
+    p = command("python -m tools.bench", __doc__)
     _model_flags(p)
     _method_flags(p)
     _run_flags(p)

@@ -35,7 +35,7 @@ from weights.fingerprint import fingerprint
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = command("tools.calibrate", "Find the filter layers of a model.")
+    p = command("python -m tools.calibrate", "Find the filter layers of a model.")
     add_text_flags(p, None, "8, and 8 held out; reads: 10")
     add = p.add_argument
     add(

@@ -105,7 +105,7 @@ def search_patterns(
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command(
-        "tools.calibrate.minference",
+        "python -m tools.calibrate.minference",
         "Find the pattern of every query head for MInference(patterns=...).",
     )
     add_flags(parser, "model dtype device threads")

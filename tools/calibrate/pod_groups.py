@@ -203,7 +203,7 @@ def run(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = command("tools.calibrate.pod_groups", "Group a model's layers for PodUntrained.")
+    p = command("python -m tools.calibrate.pod_groups", "Group a model's layers for PodUntrained.")
     add_list_flags(p, NAME, positions=16)
     p.add_argument(
         "--delta",

@@ -42,10 +42,12 @@ FLAGS: dict[str, dict[str, Any]] = {
 
 
 def command(prog: str, about: str, epilog: str = "") -> argparse.ArgumentParser:
-    """The parser of `python -m PROG`; both texts keep their lines."""
+    """The parser of a program, whose texts keep their lines. prog: `python -m tools.X` as it is
+    typed in a clone; a wheel has another name in its place (setup.py).
+    """
     form = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(
-        prog=f"python -m {prog}", description=about, epilog=epilog, formatter_class=form
+        prog=prog, description=about, epilog=epilog, formatter_class=form
     )
 
 

@@ -43,7 +43,7 @@ STEPS = 16  # of an answer; the first one cuts under some methods and is not tim
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = command("tools.compare.alone", __doc__)
+    parser = command("python -m tools.compare.alone", __doc__)
     add = parser.add_argument
     add_flags(parser, "out threads", out=Path("compare-out"), threads=1)
     add("--model", help="the model that it compared, where it has moved since")

@@ -60,7 +60,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         f"  {name:<20} {entry.note} [{entry.group}]" for name, entry in REGISTRY.items()
     )
     parser = command(
-        "tools.compare",
+        "python -m tools.compare",
         "Compare methods on a model: methods x budgets x tasks x lengths.",
         EPILOG.format(methods=shown),
     )

@@ -44,7 +44,7 @@ from tools.compile_kernels.variants import variants
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = command("tools.compile_kernels", "Compile the Triton kernels without a GPU.")
+    p = command("python -m tools.compile_kernels", "Compile the Triton kernels without a GPU.")
     said = "all, or of " + ", ".join(TARGETS)
     p.add_argument("--targets", default=",".join(DEFAULT_TARGETS), help=said)
     p.add_argument("--triton", metavar="FOLDER", help="the triton in this folder compiles")

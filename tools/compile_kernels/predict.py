@@ -231,7 +231,7 @@ def report() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the page. Exit code 0, or 2 without triton."""
-    p = command("tools.compile_kernels.predict", "Predict times from compiled kernels.")
+    p = command("python -m tools.compile_kernels.predict", "Predict times from compiled kernels.")
     p.add_argument("--table", metavar="FILE", type=Path, help="write the page there too")
     options = p.parse_args(argv)
     if not HAVE_TRITON:

@@ -30,7 +30,7 @@ def conversion_progress() -> Callable[[int, int], None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 (not convertible, no room) or 2 (usage)."""
     parser = command(
-        "tools.convert.gguf",
+        "python -m tools.convert.gguf",
         "Convert a GGUF file of the architecture llama to a Hugging Face folder.",
         "Types: "
         + ", ".join(KINDS)

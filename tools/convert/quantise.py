@@ -235,7 +235,7 @@ def table(errors: dict[str, float]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 (not a folder of floats, no room) or 2 (usage)."""
     parser = command(
-        "tools.convert.quantise",
+        "python -m tools.convert.quantise",
         "Round a folder's float weights to few bits, in the compressed-tensors layout.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder, an alias or a hub id")

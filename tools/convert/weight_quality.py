@@ -158,7 +158,7 @@ def report(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 (the model does not load) or 2 (usage)."""
-    parser = command("tools.convert.weight_quality", __doc__)
+    parser = command("python -m tools.convert.weight_quality", __doc__)
     add_text_arguments(parser, length=512)
     parser.add_argument("--weights", nargs="+", choices=WORDS, default=["int8", "int4"])
     parser.add_argument("--dtype", default="auto", help="of the activations beside few bits")

@@ -49,7 +49,7 @@ def run(check: bool) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 (stale, or the run failed), 2 (usage) or 130 (Ctrl-C)."""
-    parser = command("tools.families", __doc__)
+    parser = command("python -m tools.families", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if it is stale")
     options = parser.parse_args(argv)
     return guarded(lambda: run(options.check))

@@ -132,7 +132,7 @@ def run(dtype: str, context: int, rounds: int, names: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1, 2 or 130."""
-    parser = command("tools.families.speed", "Time every family beside Llama.")
+    parser = command("python -m tools.families.speed", "Time every family beside Llama.")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--context", type=int, default=512, metavar="N", help="tokens (512)")
     parser.add_argument("--rounds", type=int, default=15, metavar="N", help="turns of each (15)")

@@ -45,7 +45,7 @@ examples:
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command(
-        "tools.fidelity",
+        "python -m tools.fidelity",
         "Compare methods with full attention, step by step, on real text.",
         EPILOG.format(methods=", ".join(REGISTRY)),
     )

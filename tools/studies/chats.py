@@ -99,7 +99,7 @@ class Step:
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     asked = command(
-        "tools.studies.chats",
+        "python -m tools.studies.chats",
         "Every method on both tiers through the chat: answered, refused or failed.",
     )
     asked.add_argument("--methods", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME")

@@ -186,7 +186,7 @@ def begun_state(part: Path, key: list[Any], layers: int, heads: int) -> State:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = command("tools.studies.duo_gates", __doc__)
+    parser = command("python -m tools.studies.duo_gates", __doc__)
     add = parser.add_argument
     add_flags(parser, "model seed threads", seed=1, threads=1)
     add("--length", type=int, default=1536, help="tokens of a text's document (default 1536)")

@@ -51,7 +51,7 @@ def evicting() -> list[str]:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = command("tools.studies.forgetting", __doc__)
+    parser = command("python -m tools.studies.forgetting", __doc__)
     add = parser.add_argument
     add("--methods", nargs="+", default=evicting(), metavar="NAME", help="default: all that forget")
     add("--shape", default="160m", help="random weights of this shape (default 160m)")

@@ -85,7 +85,7 @@ def ranked(weights: torch.Tensor) -> Channels:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = command("tools.studies.heavy_channels", __doc__)
+    parser = command("python -m tools.studies.heavy_channels", __doc__)
     add = parser.add_argument
     add_flags(parser, "model threads", threads=1)
     add("--text", metavar="FILE", help=f"what is read (default: {TEXT} beside the model)")

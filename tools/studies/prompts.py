@@ -40,7 +40,7 @@ STRIDES = (8, 16)  # XAttention's
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command(
-        "tools.studies.prompts",
+        "python -m tools.studies.prompts",
         "Loss and time of prompts that choose what they read, method by method.",
     )
     add_flags(parser, "model threads", threads=1)

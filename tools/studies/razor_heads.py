@@ -104,7 +104,7 @@ def rounded(scores: torch.Tensor) -> tuple[tuple[float, ...], ...]:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = command("tools.studies.razor_heads", __doc__)
+    parser = command("python -m tools.studies.razor_heads", __doc__)
     add = parser.add_argument
     add_flags(parser, "model seed threads", seed=1, threads=1)
     add("--length", type=int, default=2500, help="random tokens of a round (default 2500)")

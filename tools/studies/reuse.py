@@ -31,7 +31,8 @@ SLOTS = (1, 1.5, 2, 3, 4, 8)
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command(
-        "tools.studies.reuse", "How many selected tokens have a slot already, on a real model."
+        "python -m tools.studies.reuse",
+        "How many selected tokens have a slot already, on a real model.",
     )
     add_flags(parser, "model filters wait device threads")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), help="of the documents")

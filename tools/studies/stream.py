@@ -68,7 +68,8 @@ PIECE = 256  # tokens whose logits are computed at once
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command(
-        "tools.studies.stream", "Loss, time and bytes of streams without end on real text."
+        "python -m tools.studies.stream",
+        "Loss, time and bytes of streams without end on real text.",
     )
     add = parser.add_argument
     add_flags(parser, "model dtype device threads", threads=1)

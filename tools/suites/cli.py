@@ -38,7 +38,9 @@ BESIDE = ("oracle_topk", "omnikv_random")  # at every share of the tokens that i
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = command("tools.suites", "Score methods on benchmarks that others know.", EPILOG)
+    parser = command(
+        "python -m tools.suites", "Score methods on benchmarks that others know.", EPILOG
+    )
     beside = dict(default=["omnikv@6.67", "quest@6.67", "snapkv@6.67", "streaming_llm@6.67"])
     add_flags(parser, "model methods import", methods=beside)
     chance = "leave out what chooses by chance, the newest, one token, and oracles"

@@ -324,7 +324,7 @@ def adapted(harness: Harness) -> Any:
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command(
-        "tools.suites.harness",
+        "python -m tools.suites.harness",
         "Run lm-evaluation-harness' tasks on a model under any method, in one process.",
         EPILOG,
     )

@@ -229,7 +229,8 @@ class Selecting(Runtime):
             given = k, v, self.softmax[layer]
             if not takes(self.setup.backend, q, *given):
                 return None
-            bound = Chosen(q.shape[2], *given[:2], self.scale, given[2])
+            parts = self.setup.scratch.part
+            bound = Chosen(q.shape[2], k, v, self.scale, self.softmax[layer], parts)
             self._attending[layer] = bound
         return bound if q.shape[1] == 1 else None
 

@@ -165,7 +165,7 @@ def test_u2_declared_bytes_are_allocated(row, method):
                 if name in ("context bank", "working sets", "streaming")
             )
             if bank.forgets:  # no chunk's rows wait between two calls
-                assert allocated(bank) == stats.bank_bytes < planned
+                assert allocated(bank) == stats.bank_bytes <= planned
             else:
                 assert stats.bank_bytes == planned
                 assert bank.tiered or allocated(bank) == planned

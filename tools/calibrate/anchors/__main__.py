@@ -70,7 +70,9 @@ def run(args: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = command("tools.calibrate.anchors", "Find Kascade's anchor layers and head map of a model.")
+    p = command(
+        "python -m tools.calibrate.anchors", "Find Kascade's anchor layers and head map of a model."
+    )
     add_list_flags(p, NAME, "budget as a share of a text")
     p.add_argument("--anchors", type=int, metavar="N", help="how many (default: 5 of 32 layers)")
     return p

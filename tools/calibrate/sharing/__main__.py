@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = command(
-        "tools.calibrate.sharing",
+        "python -m tools.calibrate.sharing",
         "Find which layers and heads of a model read one list under HShare.",
     )
     add_list_flags(p, NAME, "chosen tokens, of a text")

@@ -34,7 +34,7 @@ FORMAT = 1
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command(
-        "tools.paper.pictures",
+        "python -m tools.paper.pictures",
         "Draw which layers and steps choose the same tokens, and the mass kept.",
     )
     add = parser.add_argument

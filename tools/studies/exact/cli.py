@@ -35,7 +35,7 @@ SURVIVAL = (1.0, 0.82, 0.78, 0.64, 0.55, 0.5, 0.45)
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = command("tools.studies.exact", __doc__)
+    p = command("python -m tools.studies.exact", __doc__)
     what = p.add_subparsers(dest="what", required=True)
     a = what.add_parser("acceptance", help="what full attention accepts of drafts, on real text")
     a.add_argument("--model", required=True)

@@ -27,7 +27,7 @@ Table = dict[str, dict[str, list[int]]]  # {setting: {task: [right, asked]}}
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command(
-        "tools.studies.pocket.filters",
+        "python -m tools.studies.pocket.filters",
         "Find a model's filter layers by brute force over the tasks.",
     )
     parser.add_argument("folder", type=Path, help="a model in Hugging Face layout")

@@ -26,7 +26,7 @@ from tools.studies.pocket.schedule import PROFILES
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = command("tools.studies.pocket.train", __doc__.splitlines()[0])
+    parser = command("python -m tools.studies.pocket.train", __doc__.splitlines()[0])
     parser.add_argument("--profile", choices=PROFILES, default="cpu")
     parser.add_argument(
         "--minutes",

@@ -30,7 +30,7 @@ Layers = dict[int, tuple[torch.Tensor, torch.Tensor]]  # q and k of every layer
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command(
-        "tools.studies.prefill.block_recall",
+        "python -m tools.studies.prefill.block_recall",
         "Recall of attention mass against density of the block estimate.",
     )
     add_flags(parser, "model threads seed")

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 (the run failed), 2 (usage) or 130 (Ctrl-C)."""
-    parser = command("tools.studies.prefill.latent", __doc__.split("\n\n")[0])
+    parser = command("python -m tools.studies.prefill.latent", __doc__.split("\n\n")[0])
     parser.add_argument("--model", default="deepseek-v2-lite", help="an alias (%(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     for name, default in (("layers", 3), ("prompt", 4096), ("chunk", 512), ("turns", 3)):

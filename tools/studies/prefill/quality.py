@@ -40,7 +40,8 @@ NEVER = 2**40  # dense_below: every decode step is exact
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command(
-        "tools.studies.prefill.quality", "Accuracy of sparse prefill on tasks with exact answers."
+        "python -m tools.studies.prefill.quality",
+        "Accuracy of sparse prefill on tasks with exact answers.",
     )
     add_flags(
         parser,

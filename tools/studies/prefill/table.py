@@ -34,7 +34,8 @@ from tools.studies.prefill.time_left import time_left
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command(
-        "tools.studies.prefill.table", "Time, predicted time left and memory of sparse prefill."
+        "python -m tools.studies.prefill.table",
+        "Time, predicted time left and memory of sparse prefill.",
     )
     parser.add_argument("--shape", default="160m", choices=SHAPES, help="of random weights")
     parser.add_argument(

@@ -148,7 +148,7 @@ class ClusterKVRuntime(IndexRuntime):
         stops = [method.since(n) for n in lengths]
         choose_by_codes(self._by[group], q, stops, ends, known, self.setup.backend)
 
-    def by(self, group: int) -> Codes:
+    def by(self, group: int) -> Codes | None:
         return self._by[group]
 
     def told(self, n: int, tail: int, stop: torch.Tensor, room: torch.Tensor) -> Now:

@@ -33,6 +33,7 @@ from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
 from kernels.attention.ragged import decode_ragged
+from kernels.index.indexes import Codes
 from kernels.rows.forms import as_bytes, floats, key_floats, stored, stored_keys
 from kernels.select.topk import select_topk
 
@@ -132,6 +133,10 @@ class RetroInferRuntime(ClusterKVRuntime):
                 means[group, b, :, own].copy_(sums / sizes.clamp(min=1).unsqueeze(-1))
 
     # ---------------------------------------------------------------- a step
+
+    def by(self, group: int) -> Codes | None:
+        """None: ClusterKV's call neither cuts a list at whole clusters nor estimates."""
+        return None
 
     def select(self, layer: int, q: torch.Tensor, step: Step) -> Selection:
         group, lengths = self.plan.group_of[layer], step.lengths
