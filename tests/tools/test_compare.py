@@ -679,8 +679,9 @@ def test_one_reading_serves_as_well_as_many(llm):
     shared, _, _ = run_document(llm, paper, found, 700)
     assert len(shared) == 4 * len(found)
     for variant in found:
-        # its pieces end where a reading ends: document and question are two readings
-        if variant.name == "infllm":
+        # their pieces end where a reading ends, and document and question are two readings: MInference
+        # estimates by the newest queries of each
+        if variant.name in ("infllm", "minference"):
             continue
         records = apart(llm, paper, variant, 700)
         assert [r["tokens"] for r in records] == [
