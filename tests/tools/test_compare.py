@@ -679,8 +679,8 @@ def test_one_reading_serves_as_well_as_many(llm):
     shared, _, _ = run_document(llm, paper, found, 700)
     assert len(shared) == 4 * len(found)
     for variant in found:
-        # their pieces end where a reading ends, and document and question are two readings: MInference
-        # estimates by the newest queries of each
+        # their pieces end where a reading ends, and document and question are two readings;
+        # MInference estimates by the newest queries of each
         if variant.name in ("infllm", "minference"):
             continue
         records = apart(llm, paper, variant, 700)
