@@ -43,7 +43,7 @@ COMMON = "--model pocket --dtype float32 --threads 1"
 DRIVERS = {
     "suites": Driver(
         "tools.suites --tasks niah_single_1 niah_multikey_1 fwe graphwalks --lengths 1300 "
-        f"--samples 3 --methods omnikv@6.67 snapkv@30 {COMMON}"
+        f"--samples 6 --methods omnikv@6.67 snapkv@30 {COMMON}"
     ),
     "compare": Driver(
         "tools.compare --methods omnikv@6.67 h2o@30 --tasks passkey kv --lengths 512 --answers 8 "
@@ -56,7 +56,9 @@ DRIVERS = {
     ),
 }
 TIMES = re.compile("seconds|cpu|load|peak")  # names of a record's values that no two runs share
-MOVING = re.compile(r"^- (load|machine|commit|.*commit )|seconds|\bms\b")  # lines of a report
+MOVING = re.compile(
+    r"^- (load|machine|commit|.*commit )|seconds|\bms\b| --out "
+)  # lines of a report
 
 
 def start(driver: Driver, out: Path) -> subprocess.Popen[bytes]:
@@ -88,7 +90,7 @@ def records(path: Path) -> dict[str, int]:
 
 
 def said(path: Path) -> list[str]:
-    """A report's lines but for those that name times, the load and the commit."""
+    """A report's lines but for those that name times, the load, the commit and the folder."""
     text = path.read_text(encoding="utf-8")
     return [line for line in text.splitlines() if not MOVING.search(line)]
 
@@ -108,7 +110,7 @@ def kill(driver: Driver, folder: Path, kills: int, seed: int, say=print) -> str 
                 process.kill()
                 return f"a piece added no line in {SECONDS} seconds"
             time.sleep(0.01)
-        time.sleep(rng.uniform(0.0, 3.0 if more else 6.0))
+        time.sleep(rng.uniform(0.0, 1.0 if more else 5.0))
         process.send_signal(signal.SIGKILL)
         code = process.wait()
         say(f"kill {number + 1}: {there} to {lines(parts / driver.records)} lines of {total}")
