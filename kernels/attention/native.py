@@ -255,7 +255,9 @@ def attend_chosen(
 
 
 def where(k: torch.Tensor, v: torch.Tensor) -> tuple[object, ...]:
-    """Where rows lie, and how: equal where a call that was told of the ones may read the others."""
+    """Where rows k, v [B, Hkv, T, D] lie, and how: equal where a call that was told of the ones may
+    read the others.
+    """
     return k.data_ptr(), v.data_ptr(), k.stride(), v.stride(), k.shape, k.dtype
 
 

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "rounding.h"
 #include "scratch.h"
+#include "turn.h"
 
 extern "C" int omnikv_attend(const Call *c, int kind);
 extern "C" void omnikv_topk(const float *scores, long stride, int rows, int columns, const int32_t *lo,
@@ -278,11 +279,7 @@ void turned(const Stream &c, float *q, float *distant) {
     for (long r = 0, queries = (long)c.heads * c.group; r < queries; r++, q += c.dim, distant += c.dim) {
         for (int d = 0; d < c.dim; d += W) store(q + d, read_some<Q>(c.q, r * c.dim + d, W));
         memcpy(distant, q, sizeof(float) * c.dim);
-        for (int p = 0; p < c.pairs; p++) {
-            const float one = q[p], other = q[c.pairs + p];
-            distant[p] = one * c.cos[p] - other * c.sin[p];
-            distant[c.pairs + p] = other * c.cos[p] + one * c.sin[p];
-        }
+        turn_pairs(c.cos, c.sin, c.pairs, distant);
     }
 }
 

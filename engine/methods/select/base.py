@@ -226,11 +226,10 @@ class Selecting(Runtime):
         """A layer's attention with its arguments bound, None where C++ does not take these."""
         bound = self._attending.get(layer)
         if bound is None or not bound.of(k, v):
-            given = k, v, self.softmax[layer]
-            if not takes(self.setup.backend, q, *given):
+            softmax, parts = self.softmax[layer], self.setup.scratch.part
+            if not takes(self.setup.backend, q, k, v, softmax):
                 return None
-            parts = self.setup.scratch.part
-            bound = Chosen(q.shape[2], k, v, self.scale, self.softmax[layer], parts)
+            bound = Chosen(q.shape[2], k, v, self.scale, softmax, parts)
             self._attending[layer] = bound
         return bound if q.shape[1] == 1 else None
 

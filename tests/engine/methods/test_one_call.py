@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from engine.methods.full import Full
+from engine.methods.select.index.base import IndexRuntime
 from engine.methods.select.index.clusterkv import ClusterKV
 from engine.methods.select.index.double_sparsity import DoubleSparsity
 from engine.methods.select.index.pqcache import PQCache
 from engine.methods.select.index.sparq import SparQ
 from engine.methods.select.infllm import InfLLM
+from engine.methods.select.taught.a2ats import A2ATSRuntime as A2ATSRuntime
+from engine.methods.select.wave.retroinfer import RetroInferRuntime as RetroInferRuntime
 from kernels.index.step import BoundLayer
 from kernels.kept.stream import BoundStream
 from kernels.native.library import missing
@@ -37,6 +40,9 @@ METHODS = {
     "infllm": InfLLM(block=5, init=3, local=32, topk=3, representatives=2, chunk=16),
     "infllm of one block": InfLLM(block=7, init=0, local=9, topk=1, representatives=7, chunk=9),
 }
+
+# what a layer's call does in the place of these
+OWN = {"absorb", "rank", "select", "attend", "attend_selection", "completed", "tail_start"}
 
 ACTIONS = (
     ("prefill", 90),
@@ -85,3 +91,22 @@ def counted(run, calls):
         return run(*given)
 
     return called
+
+
+def test_who_learns_or_chooses_in_another_way_says_what_its_call_is():
+    """`by` of a base class says what the base class does: a subclass that does otherwise and
+    inherited it chose as its base does.
+    """
+    found = list(heirs(IndexRuntime))
+    assert {"A2ATSRuntime", "RetroInferRuntime"} <= {kind.__name__ for kind in found}
+    for kind in found:
+        said = next(i for i, base in enumerate(kind.__mro__) if "by" in vars(base))
+        before = set().union(*map(vars, kind.__mro__[:said]))
+        assert kind.__mro__[said] is IndexRuntime or not before & OWN, kind.__name__
+
+
+def heirs(kind):
+    """All subclasses of a class, those that methods have."""
+    for found in kind.__subclasses__():
+        yield found
+        yield from heirs(found)

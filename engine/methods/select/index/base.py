@@ -164,7 +164,8 @@ class IndexRuntime(Selecting):
 
     def by(self, group: int) -> Channels | Codes | None:
         """What a group chooses by, where a step may leave it to one call for each layer: C++ does
-        there what `absorb`, `rank` and `completed` say of one token. None: these run.
+        there what `absorb`, `rank` and `completed` say of one token. None: these run, as they must
+        in a subclass that has others of its own.
         """
         return None
 

@@ -165,7 +165,7 @@ class PQCacheRuntime(IndexRuntime):
         choose_by_codes(self._by[group], q, stops, ends, backend=self.setup.backend)
 
     def by(self, group: int) -> Codes | None:
-        return self._by[group] if self.as_they_are else None
+        return self._by[group]
 
     def told(self, n: int, tail: int, stop: torch.Tensor, room: torch.Tensor) -> Now:
         method = self.method

@@ -34,7 +34,7 @@ from engine.methods.select.taught.learnt import Learnt
 from engine.model.config.config import ModelConfig
 from engine.model.rope import Rotary
 from engine.plan.layers import LayerPlan
-from kernels.index.indexes import Ends, Index
+from kernels.index.indexes import Codes, Ends, Index
 from kernels.sketch.codes import Coded, Turns, choose_coded, learn_coded, score_coded
 
 DAMPED = 1e-3  # of H's mean diagonal, added to it: a sample may not span all of a head
@@ -125,6 +125,10 @@ class A2ATSRuntime(PQCacheRuntime):
             self.rotary.rotate_by(keys.transpose(0, 1), -places).transpose(0, 1)
             @ (self.factors[group])
         )
+
+    def by(self, group: int) -> Codes | None:
+        """None: PQCache's call knows neither a factor nor turns."""
+        return None
 
     def absorb(self, group: int, b: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """A step's token by one call, where its centroids are there."""
