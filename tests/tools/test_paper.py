@@ -7,6 +7,7 @@ generated tokens, column sums of one chunk only.
 """
 
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -198,6 +199,13 @@ def test_a_suite_says_what_it_lacks_and_its_groups_are_means(tmp_path, monkeypat
     assert found == {"single-doc": 9.0, "code": 45.0}
     every = {name: 10.0 for names in suites.GROUPS.values() for name in names}
     assert suites.grouped(every)["average"] == 10.0 and len(suites.grouped(every)) == 7
+    ten = {name: float(place) for place, name in enumerate(suites.TEN)}
+    assert suites.means_of("infinitebench", ten | {"code_run": 99.0}) == {"average": 4.5}
+    assert suites.means_of("infinitebench", {"passkey": 1.0}) == suites.means_of("leval", ten) == {}
+    columns = ("infinitebench/kv_retrieval", "infinitebench/code_run", "longbench/lcc", "kv_uuid")
+    assert [suites.column_of(task) for task in columns] == [
+        *("kv_uuid", "code_run", "longbench/lcc", "kv_uuid")
+    ]
 
 
 # ---------------------------------------------------------------- runs
@@ -219,6 +227,20 @@ def test_a_table_of_the_comparison_runs_goes_on_and_refuses_other_settings(tmp_p
     assert "0 documents to do" in again.err and again.out.splitlines()[:1] == page.splitlines()[:1]
     assert main(*words, "--filters", "1") == 1
     assert "other settings" in capsys.readouterr().err and answers.read_bytes() == before
+
+
+def test_a_suites_table_has_files_and_made_prompts_beside_the_papers(tmp_path, capsys, tiny):
+    """InfiniteBench: one file of nine and the three that are made; no average of fewer than ten."""
+    row = {"context": "def f_x(): pass\n" * 200, "input": "", "options": ["a", "b", "f_x", "d"]}
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / "code_debug.jsonl"
+    file.write_text(json.dumps({**row, "answer": ["f_x", "C"]}))
+    words = ["table2-files", "--model", tiny, *SMALL, "--out", tmp_path, "--data", file.parent]
+    assert main(*words, "--length", "900") == 0  # the shortest key and value of this tokenizer
+    page = capsys.readouterr().out
+    for column, paper in (("code_debug", "20.8"), ("kv_uuid", "14.4"), ("passkey", "100.0")):
+        assert re.search(rf"\| {column} \| full \| .* \(1\) \| {paper} \|", page)
+    assert "| average | full" not in page and "longbook_qa_eng" in page.split("not run here")[1]
 
 
 @pytest.mark.parametrize("name", ["fig1c", "fig6a", "fig6b", "fig7", "fig8"])

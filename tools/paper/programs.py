@@ -58,8 +58,11 @@ def _common(args: argparse.Namespace) -> list[str]:
 
 
 def _suites(args: argparse.Namespace, table: Table, folder: Path) -> list[str]:
-    """Local files have their own lengths: --length cuts their prompts."""
+    """Local files have their own lengths: --length cuts their prompts. Prompts that are made beside
+    them have it too.
+    """
     found = [*_common(args), "--out", str(folder), "--samples", str(limit_of(args, table))]
+    found += ["--lengths", str(max(lengths_of(args, table)))]
     found += ["--max-length", str(max(args.length))] if args.length else []
     return found + (["--filters", *map(str, args.filters)] if args.filters else [])
 

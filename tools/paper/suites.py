@@ -1,5 +1,5 @@
 """Benchmarks of local files: whether tools.suites reads one, what is missing where it does not, and
-the groups that LongBench's tables have.
+the columns that the papers' tables have of them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ GROUPS: dict[str, Sequence[str]] = {
     "synthetic": ("passage_count", "passage_retrieval_en", "passage_retrieval_zh"),
     "code": ("lcc", "repobench-p"),
 }
+# InfiniteBench's, as the OmniKV paper has them: two of its twelve are not there
+TEN = (
+    *("longbook_sum_eng", "longbook_qa_eng", "longbook_choice_eng", "longdialogue_qa_eng"),
+    *("longbook_qa_chn", "code_debug", "math_find", "passkey", "number_string", "kv_uuid"),
+)
+RENAMED = {"kv_retrieval": "kv_uuid"}  # as generated documents are called
 
 
 def readable() -> set[str]:
@@ -45,6 +51,23 @@ def missing(suite: str, data: Path | None) -> str:
     if not any(data.rglob("*.jsonl")):
         return f"not measured: no .jsonl file below {data}, expected {FORMATS[suite]}"
     return ""
+
+
+def column_of(task: str) -> str:
+    """A task's column: LongBench's and L-Eval's by suite and name, as their groups stand beside
+    them; InfiniteBench's by name, as the papers have it.
+    """
+    suite, _, name = task.rpartition("/")
+    return RENAMED.get(name, name) if suite == "infinitebench" else task
+
+
+def means_of(suite: str, scores: dict[str, float]) -> dict[str, float]:
+    """Columns that are means over a suite's {column: score}."""
+    if suite == "longbench":
+        return grouped(scores)
+    if suite == "infinitebench" and all(name in scores for name in TEN):
+        return {"average": sum(scores[name] for name in TEN) / len(TEN)}
+    return {}
 
 
 def grouped(scores: dict[str, float]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from tools.common.records import AnswerFile, Record
 from tools.compare.comparison import key_of
 from tools.compare.stats import cells, pooled, reads
 from tools.paper.programs import TIMED
-from tools.paper.suites import grouped
+from tools.paper.suites import column_of, means_of
 from tools.paper.table import Command, Table
 
 
@@ -53,17 +53,17 @@ def _scores(table: Table, command: Command, folder: Path) -> list[Value]:
     if file.load() is None:
         return []
     rows = cells([r for r in file.records if r["turn"] == 1])
-    several = len({row["length"] for row in rows}) > 1
+    several = not table.suite and len({row["length"] for row in rows}) > 1
     timed = any("ms" in row for model in table.figures.values() for row in model.values())
     out = []
     for row in rows:
         method = f"{command.label} {row['variant']}".strip()
-        column = f"{row['task']} at {row['length']:,}" if several else row["task"]
+        column = f"{row['task']} at {row['length']:,}" if several else column_of(row["task"])
         score, low, high = (100 * row[name] for name in ("accuracy", "low", "high"))
         out.append(Value(method, column, score, low, high, row["asked"], reads(row)))
-    for method in dict.fromkeys(v.method for v in out) if table.suite == "longbench" else ():
-        own_scores = {v.column: v.value for v in out if v.method == method}
-        out += [Value(method, group, mean) for group, mean in grouped(own_scores).items()]
+    for method in dict.fromkeys(v.method for v in out) if table.suite else ():
+        scores = {v.column: v.value for v in out if v.method == method}
+        out += [Value(method, name, mean) for name, mean in means_of(table.suite, scores).items()]
     for variant in dict.fromkeys(row["variant"] for row in rows) if timed else ():
         own = [row for row in rows if row["variant"] == variant]
         if (ms := pooled(own)["ms"]) is not None:

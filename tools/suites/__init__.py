@@ -3,7 +3,7 @@ lm-evaluation-harness in one process with the engine (harness.py, a program of i
 
 registry.py    the tasks that a command line names
 ruler/, made/  suites made at any length: RULER; GraphWalks and InfiniteBench's synthetic tasks
-local/         suites whose files somebody has: LongBench, LongBench v2, L-Eval
+local/         suites whose files somebody has: LongBench, LongBench v2, L-Eval, InfiniteBench
 prompts/       documents with their questions in a model's tokens, fitted to a length or cut
 metrics/       how an answer is scored
 run.py         documents as tools.compare reads them, and a whole run that can be stopped

@@ -1,5 +1,6 @@
 """Score methods on benchmarks: RULER, GraphWalks and InfiniteBench's synthetic tasks, made at any
-length in any model's tokenizer; LongBench, LongBench v2 and L-Eval from local files.
+length in any model's tokenizer; LongBench, LongBench v2, L-Eval and the rest of InfiniteBench from
+local files.
 
 Every document is read once for all methods that leave prompts alone; answers go to answers.jsonl
 method by method, so the same command goes on where it was stopped. Documents go round tasks and
@@ -67,7 +68,7 @@ def _asked(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="documents per task and length (default: 10 made ones, all rows of a file)",
     )
-    add("--data", type=Path, metavar="FOLDER", help="local files of longbench, longbench2, leval")
+    add("--data", type=Path, metavar="FOLDER", help="files of the suites that have some")
     add(
         "--max-length",
         type=int,

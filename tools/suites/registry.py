@@ -9,6 +9,7 @@ from pathlib import Path
 from engine.base.errors import UsageError
 from engine.text.tokenizer import Tokenizer
 from tools.common.program import say
+from tools.suites.local import infinitebench as infinitebench_files
 from tools.suites.local import leval, longbench, longbench2
 from tools.suites.made import graphwalks, infinitebench
 from tools.suites.prompts.instance import asked_once
@@ -25,12 +26,10 @@ TITLES = {
     "longbench2": "LongBench v2",
     "leval": "L-Eval",
 }
-NAMES = {  # of tasks
+# {suite: names of its tasks}, and how one is made
+MADE_NAMES: dict[str, tuple[str, ...]] = {
     "graphwalks": tuple(graphwalks.WALKS),
     "infinitebench": tuple(infinitebench.KINDS),
-    "longbench": tuple(longbench.KINDS),
-    "longbench2": ("easy", "hard"),
-    "leval": leval.NAMES,
 }
 MADE: dict[str, Callable[[str, int], Task]] = {
     "graphwalks": graphwalks.task,
@@ -42,8 +41,15 @@ def _each(task: Callable[[Path, str], Task | None]) -> Callable[[Path, Sequence[
     return lambda folder, names: {n: found for n in names if (found := task(folder, n))}
 
 
-# (folder, names) -> {name: Task} of those that have a file
+# of those that have files: (folder, names) -> {name: Task} where there is a file
+FILE_NAMES: dict[str, tuple[str, ...]] = {
+    "infinitebench": infinitebench_files.NAMES,
+    "longbench": tuple(longbench.KINDS),
+    "longbench2": ("easy", "hard"),
+    "leval": leval.NAMES,
+}
 FILES: dict[str, Callable[[Path, Sequence[str]], Found]] = {
+    "infinitebench": _each(infinitebench_files.task),
     "longbench": _each(longbench.task),
     "longbench2": longbench2.tasks,
     "leval": _each(leval.task),
@@ -69,28 +75,44 @@ def chosen(
         if word in TASKS or word == "ruler":
             for each in DEFAULT if word == "ruler" else (word,):
                 found[each] = _ruler(each, seed, files)
-        elif suite in MADE and name in ("", *NAMES[suite]):
-            for each in (name,) if name else NAMES[suite]:
-                made = MADE[suite](each, seed)
-                found[made.name] = made
-        elif suite in FILES and name in ("", *NAMES[suite]):
-            found |= {task.name: task for task in _local(suite, name, data)}
+        elif suite in TITLES and name in (
+            "",
+            *MADE_NAMES.get(suite, ()),
+            *FILE_NAMES.get(suite, ()),
+        ):
+            found |= {task.name: task for task in _of(suite, name, seed, data)}
         else:
-            known = [f"{s}/{n}" for s, names in NAMES.items() for n in names]
+            tables = (MADE_NAMES, FILE_NAMES)
+            known = [f"{s}/{n}" for table in tables for s, names in table.items() for n in names]
             raise UsageError(
                 f"unknown task {word!r}: one of {', '.join([*TITLES, *TASKS, *known])}"
             )
     return found
 
 
-def _local(suite: str, name: str, data: Path | None) -> list[Task]:
+def brought(suite: str, task: str) -> bool:
+    """Whether a task's prompts come from a file, so that they have their own lengths."""
+    return task.rpartition("/")[2] in FILE_NAMES.get(suite, ())
+
+
+def _of(suite: str, name: str, seed: int, data: Path | None) -> list[Task]:
+    """A task of a suite, or all of them; where some are made, those of files only with `data`."""
+    made = [n for n in MADE_NAMES.get(suite, ()) if name in ("", n)]
+    found = [MADE[suite](each, seed) for each in made]
+    if brought(suite, name) or (not name and suite in FILES and not (made and data is None)):
+        found += _local(suite, name, data, bool(made))
+    return found
+
+
+def _local(suite: str, name: str, data: Path | None, others: bool) -> list[Task]:
+    """Tasks of local files. others: the suite has more than these, so none of them may be there."""
     if data is None:
         raise UsageError(f"{suite} is read from local files: give --data FOLDER")
     if not data.is_dir():
         raise UsageError(f"--data: found no folder {data}, expected one with files of {suite}")
-    names = (name,) if name else NAMES[suite]
+    names = (name,) if name else FILE_NAMES[suite]
     found = FILES[suite](data, names)
-    if not found:
+    if not found and not others:
         what = f"{name}.jsonl" if name and suite != "longbench2" else f"file of {suite}"
         raise UsageError(
             f"--data: found no {what} in {data} (docs/SUITES.md says where it may lie)"

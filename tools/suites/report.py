@@ -11,9 +11,8 @@ from typing import Any
 from tools.common.page import table
 from tools.common.records import Record
 from tools.compare.stats import against, by_question, cells, pooled, reads
-from tools.suites.registry import TITLES
+from tools.suites.registry import TITLES, brought
 
-BROUGHT = ("longbench", "longbench2", "leval")  # their prompts have their own lengths
 NOTES = """## How it was measured
 
 - Greedy answers of as many tokens as the benchmark allows, behind the beginning of an answer where
@@ -41,11 +40,12 @@ def markdown(records: Sequence[Record], config: dict[str, Any], differs: Sequenc
         f"- `python -m tools.suites {config['flags']}`",
     ]
     for suite in suites:
-        own = [r for r in records if _suite(r) == suite]
-        for length, setup in sorted({(r["length"], _setup(r)) for r in own}):
-            here = [r for r in own if (r["length"], _setup(r)) == (length, setup)]
-            lines += ["", f"## {_title(suite, length, setup)}", "", *_table(here)]
-            lines += _notes(here, suite)
+        parts: dict[tuple[int, str, bool, str], list[Record]] = {}
+        for record in (r for r in records if _suite(r) == suite):
+            parts.setdefault(_part(record), []).append(record)
+        for part, here in sorted(parts.items(), key=lambda found: found[0]):
+            lines += ["", f"## {_title(suite, *part)}", "", *_table(here)]
+            lines += _notes(here)
     if config["why"]:
         lines += ["", "Not run", ""]
         lines += [f"- {label}: {why}" for label, why in config["why"].items()]
@@ -61,9 +61,21 @@ def _setup(record: Record) -> str:
     return str(record.get("setup", "dense"))
 
 
-def _title(suite: str, length: int, setup: str) -> str:
-    what = f"prompts cut to {length:,} tokens" if suite in BROUGHT else f"{length:,} tokens"
-    return f"{TITLES[suite]}, {what}" + ("" if setup == "dense" else ", questions read sparsely")
+def _part(record: Record) -> tuple[int, str, bool, str]:
+    """What a table holds: answers of one length and set-up, of made prompts or of a file's, and of
+    one part of a test set.
+    """
+    return record["length"], _setup(record), _brought(record), record.get("part", "")
+
+
+def _brought(record: Record) -> bool:
+    return brought(_suite(record), record["task"])
+
+
+def _title(suite: str, length: int, setup: str, files: bool, part: str) -> str:
+    what = f"prompts cut to {length:,} tokens" if files else f"{length:,} tokens"
+    read = "" if setup == "dense" else ", questions read sparsely"
+    return f"{TITLES[suite]}, {what}{read}" + (f", {part}" if part else "")
 
 
 def _table(records: Sequence[Record]) -> list[str]:
@@ -90,10 +102,10 @@ def _table(records: Sequence[Record]) -> list[str]:
     return table(head, lines)
 
 
-def _notes(records: Sequence[Record], suite: str) -> list[str]:
+def _notes(records: Sequence[Record]) -> list[str]:
     """How many prompts were cut, and which answers there are none of."""
     lines = []
-    if suite in BROUGHT:
+    if _brought(records[0]):
         prompts = {(r["task"], r["seed"]): r["cut"] for r in records if "cut" in r}
         cut = Counter(task for (task, _), lost in prompts.items() if lost)
         by_task = ", ".join(f"{task.rpartition('/')[2]} {n}" for task, n in sorted(cut.items()))

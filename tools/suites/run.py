@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine import LLM
@@ -29,6 +29,7 @@ from tools.suites.ruler.tasks import differs
 from weights.fingerprint import weights_digest
 
 MARGIN = 64  # tokens of a chat template, kept free where --max-length is not given
+LONG = 8  # an answer of more than 1 / LONG of what a model holds is a long one
 SHORT = 2048  # tokens that every made prompt fits into: the longest at its least has some 1,100
 
 
@@ -76,7 +77,19 @@ class Asked:
     def labelled(self, variant: Variant, question: int, turn: int) -> Record:
         """What was asked of whom."""
         job, more = self.job, {"suite": self.task.suite, "setup": self.setup}
+        more |= {"part": self.turns.part} if self.turns.part else {}
         return variant.asked(job.task, job.length, self.seed, question, turn) | more
+
+
+def within(task: Task, holds: int) -> Task:
+    """A task of a file whose answer takes at most half of what a model holds, in tokens."""
+    if task.sizes is None or task.written <= holds // 2:
+        return task
+    most = holds // 2
+    said = f"{task.name}: answers have {most:,} tokens at most, half of what this model holds here"
+    line = f"{said} (the original: {task.written:,})"
+    data = {**task.data, "tokens of an answer": f"{most}"}
+    return replace(task, written=most, data=data, differs=(*task.differs, line))
 
 
 class Suite:
@@ -88,13 +101,15 @@ class Suite:
         names: Sequence[tuple[str, str, float]],
         tasks: Mapping[str, Task],
     ) -> None:
-        self.args, self.names, self.tasks = args, names, tasks
+        self.args, self.names = args, names
         self.began = time.monotonic()
         self.llm = loaded(args, texts=True)
+        self.tasks = {name: within(task, self.llm.max_context) for name, task in tasks.items()}
         self.tokenizer = self.llm.tokenizer
         self.answers = AnswerFile(args.out, key)
         there: Record = (None if args.fresh else self.answers.load()) or {}
         self.limit = self._limit(there.get("limit"))
+        tasks = self.tasks
         made = any(task.sizes is None for task in tasks.values())
         brought = any(task.sizes is not None for task in tasks.values())
         self.lengths = sorted({*(args.lengths if made else ()), *([self.limit] if brought else ())})
@@ -117,7 +132,8 @@ class Suite:
 
     def _limit(self, before: int | None) -> int:
         """Tokens to which prompts of local files are cut: as asked for, as an earlier run of the
-        folder had it, else what the model holds beside the longest answer and a template.
+        folder had it, else what the model holds beside a template and the longest answer, but those
+        of more than a LONGth of it: prompts of such a task alone are cut further.
         """
         args, holds = self.args, self.llm.max_context
         made = any(task.sizes is None for task in self.tasks.values())
@@ -128,8 +144,9 @@ class Suite:
                     f"{name}: found {value}, expected at most the {holds} tokens that this model "
                     "can hold here"
                 )
-        written = max(task.written for task in self.tasks.values())
-        own = max(2, holds - written - MARGIN)
+        tasks = self.tasks.values()
+        usual = [task.written for task in tasks if task.written <= holds // LONG]
+        own = max(2, holds - max(usual, default=holds // LONG) - MARGIN)
         return int(args.max_length or min(before or own, own))
 
     def _settings(self) -> dict[str, Any]:

@@ -1,10 +1,15 @@
-"""Rows of a local file of a benchmark, JSON lines or one JSON list, each field of its kind."""
+"""Rows of a local file of a benchmark, JSON lines or one JSON list, each field of its kind.
+
+A file is read line by line, and a text that several rows have is kept once: a book has many
+questions.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +17,26 @@ from typing import Any
 from engine.base.errors import UsageError
 
 TEXT, TEXTS = "a text", "a list of texts"
+EITHER = "a text or a list of texts"
+FOUR = "a list of four texts"
+WHOLE = "a whole number"
+NUMBERS = "a number or a list of numbers"
 Row = dict[str, Any]
+WRITTEN_NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
+
+
+KINDS: dict[str, Callable[[Any], bool]] = {
+    TEXT: lambda value: isinstance(value, str),
+    TEXTS: _texts,
+    EITHER: lambda value: isinstance(value, str) or _texts(value),
+    FOUR: lambda value: _texts(value) and len(value) == 4,
+    WHOLE: lambda value: isinstance(value, int) and not isinstance(value, bool),
+    NUMBERS: lambda value: bool(numbers(value)),
+}
 
 
 @dataclass(frozen=True)
@@ -32,32 +56,63 @@ def find(folder: Path, inside: Sequence[str], name: str) -> Path | None:
     return None
 
 
+def numbers(value: Any) -> list[int | float]:
+    """The numbers of a field: of a number, a list, or a list in a list, as JSON's own or written
+    out (as the package datasets exports them). Empty where it has anything else.
+    """
+    while isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
+        value = value[0]
+    found = [_number(each) for each in (value if isinstance(value, list) else [value])]
+    return [] if None in found else [each for each in found if each is not None]
+
+
+def _number(value: Any) -> int | float | None:
+    if isinstance(value, str) and (match := WRITTEN_NUMBER.fullmatch(value)):
+        return float(value) if match[1] else int(value)
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if known else None
+
+
 def read(path: Path, fields: Mapping[str, str]) -> Table:
-    """All rows of a file. fields: {name: TEXT or TEXTS}; a list of texts has one at least.
+    """All rows of a file. fields: {name: one of KINDS}; a list of texts has one at least.
 
     Raises UsageError, with file, line or row, and field, for what is no such file.
     """
+    digest, texts = hashlib.sha256(), dict[str, str]()
+    rows = []
     try:
-        data = path.read_bytes()
-        text = data.decode("utf-8-sig")
+        with path.open("rb") as file:
+            for place, row in _parsed(path, _lines(file, digest.update)):
+                found = _checked(place, row, fields)
+                rows.append({k: _kept(v, texts) for k, v in found.items()})
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: {error}; expected a file of JSON lines in UTF-8") from None
-    rows = [_checked(place, row, fields) for place, row in _parsed(path, text)]
     if not rows:
         raise UsageError(f"{path}: found no row, expected at least one")
-    return Table(path, rows, hashlib.sha256(data).hexdigest())
+    return Table(path, rows, digest.hexdigest())
 
 
-def _parsed(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """(where it stands, the row) of every row; lines end at line feeds alone."""
-    if text.lstrip()[:1] == "[":
-        for number, row in enumerate(_json(f"{path}", text), 1):
-            yield f"{path}, row {number}", row
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            place = f"{path}, line {number}"
-            yield place, _json(place, line)
+def _kept(value: Any, texts: dict[str, str]) -> Any:
+    """A value; of equal texts the first."""
+    return texts.setdefault(value, value) if isinstance(value, str) else value
+
+
+def _lines(file: Iterator[bytes], see: Callable[[bytes], None]) -> Iterator[str]:
+    """The text of every line, which line feeds alone end; `see` gets all bytes."""
+    for number, line in enumerate(file):
+        see(line)
+        yield line.decode("utf-8-sig" if number == 0 else "utf-8")
+
+
+def _parsed(path: Path, lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
+    """(where it stands, the row) of every row."""
+    for number, line in enumerate(lines, 1):
+        if line.lstrip()[:1] == "[":
+            for place, row in enumerate(_json(f"{path}", line + "".join(lines)), 1):
+                yield f"{path}, row {place}", row
+        elif line.strip():
+            where = f"{path}, line {number}"
+            yield where, _json(where, line)
 
 
 def _json(place: str, text: str) -> Any:
@@ -73,10 +128,8 @@ def _checked(place: str, row: Any, fields: Mapping[str, str]) -> Row:
     for name, kind in fields.items():
         if name not in row:
             raise UsageError(f"{place}: found no field {name!r}, expected {kind} there")
-        value = row[name]
-        listed = isinstance(value, list) and value and all(isinstance(v, str) for v in value)
-        if not (isinstance(value, str) if kind == TEXT else listed):
-            raise UsageError(f"{place}: field {name!r}: found {_shown(value)}, expected {kind}")
+        if not KINDS[kind](row[name]):
+            raise UsageError(f"{place}: field {name!r}: found {_shown(row[name])}, expected {kind}")
     return {name: row[name] for name in fields}
 
 

@@ -50,6 +50,11 @@ def chinese_f1(answer: str, expected: str) -> float:
     return f1(found, wanted)
 
 
+def character_f1(answer: str, expected: str) -> float:
+    """F1 of a Chinese answer's characters without punctuation: InfiniteBench's qa_f1_score_zh."""
+    return f1(_unmarked(answer), _unmarked(expected))
+
+
 def _unmarked(word: str) -> str:
     return "".join(word.lower().translate(NO_MARKS).split())
 

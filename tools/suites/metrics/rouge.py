@@ -1,14 +1,17 @@
 """ROUGE-L: the longest common subsequence of words of an answer and a reference (Lin, 2004).
 
-Two benchmarks, two packages, two rules. LongBench scores as the package rouge 1.0.1 does: sentences
-end at a full stop, each reference sentence is compared with each sentence of the answer, and words
-are counted once however often they stand there. L-Eval scores as rouge-score does: one subsequence
-of the whole texts, words in small letters of a-z and digits.
+Three benchmarks, two packages, three rules. LongBench scores as the package rouge 1.0.1 does:
+sentences end at a full stop, each reference sentence is compared with each sentence of the answer,
+and words are counted once however often they stand there. L-Eval scores as rouge-score does: one
+subsequence of the whole texts, words in small letters of a-z and digits. InfiniteBench takes
+rouge-score's rougeLsum: lines are sentences, and each of the reference has what any of the answer
+shares with it.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from tools.suites.metrics.chinese import words
@@ -45,6 +48,29 @@ def whole_rouge_l(answer: str, expected: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
+def summary_rouge_l(answer: str, expected: str) -> float:
+    """InfiniteBench's rougeLsum: F1 over lines. A word of a reference line counts where it is in
+    the longest subsequence with any line of the answer, no word more often than both texts have it.
+    """
+    found, wanted = (
+        [LETTERS.findall(line.lower()) for line in text.split("\n") if line]
+        for text in (answer, expected)
+    )
+    left = [Counter(word for line in lines for word in line) for lines in (found, wanted)]
+    hits = 0
+    for line in wanted:
+        shared = {place for other in found for _, place in _pairs(other, line)}
+        for word in (line[place] for place in sorted(shared)):
+            if all(words[word] for words in left):
+                hits += 1
+                for words in left:
+                    words[word] -= 1
+    if not hits:
+        return 0.0
+    precision, recall = hits / sum(map(len, found)), hits / sum(map(len, wanted))
+    return 2 * precision * recall / (precision + recall)
+
+
 def _sentences(text: str) -> list[list[str]]:
     """The words of every part between full stops; a part of white space alone has one, which is
     empty, as the package counts.
@@ -53,8 +79,14 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def _common(one: Sequence[str], other: Sequence[str]) -> list[str]:
-    """A longest common subsequence. Of several it is the one that, read from the ends, gives up a
-    word of `other` unless one of `one` costs less: which words it has decides the score.
+    """The words of a longest common subsequence."""
+    return [one[place] for place, _ in _pairs(one, other)]
+
+
+def _pairs(one: Sequence[str], other: Sequence[str]) -> list[tuple[int, int]]:
+    """Places of a longest common subsequence in both. Of several it is the one that, read from the
+    ends, gives up a word of `other` unless one of `one` costs less: which words it has decides the
+    score.
     """
     before = [0] * (len(other) + 1)
     lengths = [before]
@@ -68,7 +100,7 @@ def _common(one: Sequence[str], other: Sequence[str]) -> list[str]:
     while i and j:
         if one[i - 1] == other[j - 1]:
             i, j = i - 1, j - 1
-            found.append(one[i])
+            found.append((i, j))
         elif lengths[i - 1][j] > lengths[i][j - 1]:
             i -= 1
         else:

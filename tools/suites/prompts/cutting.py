@@ -1,6 +1,6 @@
 """A text that is longer than the context, cut as its benchmark says; and a prompt of a whole text.
 
-Both LongBench and LongBench v2 keep a prompt's first and last tokens and lose its middle, before
+Both LongBenches and InfiniteBench keep a prompt's first and last tokens and lose its middle, before
 the chat template is around it. What is lost is counted.
 """
 
@@ -29,8 +29,8 @@ def halves(tokenizer: Tokenizer, text: str, most: int) -> tuple[str, int]:
 
 
 def middle_out(tokenizer: Tokenizer, text: str, most: int) -> tuple[str, int]:
-    """LongBench v2's cut: `most` tokens from both ends, the odd one from the last, decoded
-    together.
+    """The cut of LongBench v2 and InfiniteBench: `most` tokens from both ends, the odd one from the
+    last, decoded together.
     """
     ids = tokenizer.encode(text)
     if len(ids) <= most:
@@ -51,14 +51,14 @@ def tail_kept(tokenizer: Tokenizer, text: str, most: int) -> tuple[str, int]:
     return (text, 0) if len(ids) <= most else (tokenizer.decode(ids[-most:]), len(ids) - most)
 
 
-def ids_of(tokenizer: Tokenizer, text: str, chat: bool) -> list[int]:
+def ids_of(tokenizer: Tokenizer, text: str, chat: bool, prefix: str = "") -> list[int]:
     """Token ids of a whole prompt, through the chat template where there is one and chat is True.
-    A model without one reads the text as it is.
+    A model without one reads the text as it is. prefix: how the answer begins, behind the template.
     """
     if chat and tokenizer.template is not None:
         written = tokenizer.render([{"role": "user", "content": text}])
-        return tokenizer.encode(written, special=False)
-    return tokenizer.encode(text)
+        return tokenizer.encode(written + prefix.lstrip("\n "), special=False)
+    return tokenizer.encode(text + prefix)
 
 
 @dataclass(frozen=True)
@@ -73,20 +73,31 @@ class Fitted:
 
 
 def within(
-    tokenizer: Tokenizer, text: str, question: str, chat: bool, cut: Cut, most: int, room: int
+    tokenizer: Tokenizer,
+    text: str,
+    question: str,
+    chat: bool,
+    cut: Cut,
+    most: int,
+    room: int,
+    prefix: str = "",
 ) -> Fitted:
     """A prompt that ends with `question`, cut to `most` tokens, and to fewer where it has more than
-    `room` with the template around it. Raises UsageError where even nothing of it fits.
+    `room` with the template around it. prefix: the beginning of the answer, which is cut with the
+    prompt as its last words and then stands behind the template. Raises UsageError where even
+    nothing of it fits.
     """
-    keep = most
+    keep, whole = most, text + prefix
     for _ in range(MOST_CUTS):
-        kept, lost = cut(tokenizer, text, keep)
-        ids = ids_of(tokenizer, kept, chat)
+        kept, lost = cut(tokenizer, whole, keep)
+        begins = prefix if kept.endswith(prefix) else ""  # a cut may leave less than all of it
+        kept = kept.removesuffix(begins)
+        ids = ids_of(tokenizer, kept, chat, begins)
         if len(ids) <= room:
             start = max(0, len(kept) - max(1, len(question)))
-            other = ids_of(tokenizer, kept[:start] + altered(kept[start:]), chat)
+            other = ids_of(tokenizer, kept[:start] + altered(kept[start:]), chat, begins)
             return Fitted(ids, common_start([ids, other]), lost)
-        keep = min(keep, len(tokenizer.encode(text))) - max(1, len(ids) - room)
+        keep = min(keep, len(tokenizer.encode(whole))) - max(1, len(ids) - room)
         if keep < 2:
             break
     raise UsageError(

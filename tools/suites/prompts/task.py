@@ -17,6 +17,7 @@ class Prompt:
     shared: token ids in front of every question. own: ids that follow, per question. expected: what
     each answer is compared with; scores: by which rule. depth: where the evidence stands, 0 the
     start, 1 the end, None where nobody knows. cut: tokens of the document that were left out.
+    part: of a test set that reports its parts one by one.
     """
 
     shared: list[int]
@@ -25,6 +26,7 @@ class Prompt:
     scores: list[Score]
     depth: float | None = None
     cut: int = 0
+    part: str = ""
 
     @property
     def tokens(self) -> int:
