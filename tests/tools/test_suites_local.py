@@ -20,7 +20,7 @@ from tests.builders import POCKET
 from tools.common.records import AnswerFile
 from tools.compare.run import Job
 from tools.suites import cli
-from tools.suites.local import leval, longbench, longbench2
+from tools.suites.local import leval, longbench, longbench2, longbench_e
 from tools.suites.local.rows import TEXT, TEXTS, read
 from tools.suites.made import graphwalks, infinitebench
 from tools.suites.pace import Pace
@@ -238,6 +238,40 @@ def test_prompts_are_the_benchmarks_own(tokenizer, data):
     assert max(map(len, again.own)) + len(again.shared) <= 300 and again.cut > short.cut / 2
 
 
+def write_e(folder):
+    """qasper_e.jsonl: five rows in three classes of length, not in their order; trec_e.jsonl."""
+    lengths = (8000, 3999, 4000, 9000, 7999)
+    rows = [{**ROW, "length": n, "input": f"Who of {n}?", "context": LONG[:3000]} for n in lengths]
+    for name, found in (("qasper", rows), ("trec", [{**rows[1], "all_classes": ["Date"]}])):
+        path = folder / "longbench" / f"{name}_e.jsonl"
+        path.write_text("\n".join(json.dumps(row) for row in found))
+    return path
+
+
+def test_longbench_e_has_longbenchs_prompts_by_class_of_length(tokenizer, data):
+    path = write_e(data)
+    tasks = chosen(["longbench_e", "longbench/qasper"], 0, {}, data)
+    assert list(tasks) == ["longbench_e/qasper", "longbench_e/trec", "longbench/qasper"]
+    assert len(longbench_e.NAMES) == 13 and set(longbench_e.NAMES) < set(longbench.KINDS)
+    task, plain = tasks["longbench_e/qasper"], tasks["longbench/qasper"]
+    assert (task.written, task.suite) == (plain.written, "longbench_e") and task.data != plain.data
+    found = [task.make(tokenizer, 4000, number, 4000) for number in range(5)]
+    asked = [re.search(r"Who of (\d+)", tokenizer.decode(p.own[0]))[1] for p in found]
+    # in turn of each class, in the file's order
+    assert asked == ["3999", "4000", "8000", "7999", "9000"]
+    assert [p.part[:4].strip() for p in found] == ["0-4k", "4-8k", "8k+", "4-8k", "8k+"]
+    text = longbench.KINDS["qasper"].prompt.replace("{context}", LONG[:3000])
+    whole = ids_of(tokenizer, text.replace("{input}", "Who of 3999?"), True)
+    assert found[0].shared + found[0].own[0] == whole and found[0].scores[0]("a cat") == 1
+    path.write_text(json.dumps({**ROW, "all_classes": ["Date"], "length": "9"}))
+    with pytest.raises(
+        UsageError, match="trec_e.jsonl, line 1: field 'length': found .*a whole num"
+    ):
+        chosen(["longbench_e/trec"], 0, {}, data)
+    with pytest.raises(UsageError, match="found no lcc_e.jsonl in "):
+        chosen(["longbench_e/lcc"], 0, {}, data)
+
+
 def test_every_prompt_has_its_places():
     for name, kind in longbench.KINDS.items():
         assert kind.prompt.count("{context}") == 1 and "{on}" not in kind.prompt, name
@@ -351,6 +385,33 @@ def test_rows_of_both_longbenches_go_end_to_end(quick, data, tmp_path, capsys):
     assert "## LongBench v2, prompts cut to 700 tokens" in page and "temperature 0.1" in page
 
 
+def test_longbench_e_is_reported_by_class(quick, data, tmp_path, capsys, monkeypatch):
+    """Each class has a table of its own rows, whose scores are the means of its answers."""
+    write_e(data)
+    out, right = tmp_path / "out", iter([1.0, 0.5, 0.0, 1.0, 0.25, 0.0, 0.75] * 2)
+    monkeypatch.setattr(longbench, "_score", lambda name, row, answer: next(right))
+    asked = ("--tasks", "longbench_e", "longbench/trec", "--methods", "omnikv@10")
+    assert run(out, data, *asked) == 0
+    page, rows = capsys.readouterr().out, lines_of(out)
+    tables = re.findall(r"^## LongBench-E, prompts cut to 700 tokens, (.*)$", page, re.M)
+    assert tables == ["0-4k words", "4-8k words", "8k+ words"]
+    for part in tables:
+        own = [r for r in rows if r.get("part") == part and r["variant"] == "full"]
+        table = page.split(f"tokens, {part}\n")[1].split("\n## ")[0]
+        line = re.search(r"^\| full \| [^|]*\| (\d) \|.*\*\*(.*)\*\*", table, re.M)
+        by_task = {}
+        for r in own:
+            by_task.setdefault(r["task"], []).append(r["right"])
+        mean = sum(sum(v) / len(v) for v in by_task.values()) / len(by_task)
+        assert line[1] == str(len(own)) and float(line[2]) == pytest.approx(100 * mean, abs=0.051)
+        assert ("trec" in table.split("\n")[1]) == (part == "0-4k words")
+    assert Counter(r.get("part") for r in rows if r["variant"] == "full") == {
+        **{"0-4k words": 2, "4-8k words": 2, "8k+ words": 2},
+        None: 1,
+    }
+    assert "# LongBench and LongBench-E" in page and "come in turn from its three classes" in page
+
+
 def test_a_run_over_files_that_is_killed_gives_the_same_report(
     quick, data, tmp_path, capsys, monkeypatch
 ):
@@ -434,6 +495,10 @@ def test_the_time_left_follows_what_is_done():
     pace.note(long, missing, 50.0)
     assert pace.expected([(long, missing)] * 3 + [(short, missing)]) == pytest.approx(152)
     assert pace.expected([(Job("graphwalks/parents", 1000, 0, 1), missing)]) == pytest.approx(50)
+    longer = replace(tasks["graphwalks/bfs"], name="long", written=30 * 1024)
+    pace.tasks |= {"long": longer}  # an answer of 30 times 1,024 tokens counts 30 times
+    expected = 50 / (1 + 2) * (1 + 2 * 30)
+    assert pace.expected([(Job("long", 1000, 0, 1), missing)]) == pytest.approx(expected)
 
 
 def test_a_budget_that_a_short_document_lacks_is_said_once(

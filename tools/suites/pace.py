@@ -9,6 +9,7 @@ from tools.compare.run import Job
 from tools.suites.prompts.task import Task
 
 CHARACTERS = 3.0  # a token of a local file, about: what counts is how rows compare
+STEPS = 1024  # tokens of an answer from which on it counts more than once
 Missing = Mapping[str, tuple[str, ...]]  # setup -> labels of methods that have not answered
 
 
@@ -27,11 +28,12 @@ class Pace:
         return [(job.task, job.length), (suite, job.length), (job.length,), ()]
 
     def _work(self, job: Job, missing: Missing) -> float:
-        """Tokens of a document, once to be read and once for each answer."""
-        sizes = self.tasks[job.task].sizes
+        """Tokens of a document, once to be read and once for each answer, more for a long one."""
+        task = self.tasks[job.task]
+        sizes = task.sizes
         tokens = job.length if sizes is None else min(job.length, sizes[job.number] / CHARACTERS)
         answers = sum(map(len, missing.values())) * job.conversations
-        return max(1.0, tokens) * (1 + answers)
+        return max(1.0, tokens) * (1 + answers * max(1.0, task.written / STEPS))
 
     def note(self, job: Job, missing: Missing, seconds: float) -> None:
         """A document has taken so long."""

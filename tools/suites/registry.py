@@ -10,7 +10,7 @@ from engine.base.errors import UsageError
 from engine.text.tokenizer import Tokenizer
 from tools.common.program import say
 from tools.suites.local import infinitebench as infinitebench_files
-from tools.suites.local import leval, longbench, longbench2
+from tools.suites.local import leval, longbench, longbench2, longbench_e
 from tools.suites.made import graphwalks, infinitebench
 from tools.suites.prompts.instance import asked_once
 from tools.suites.prompts.task import Prompt, Task
@@ -23,6 +23,7 @@ TITLES = {
     "graphwalks": "GraphWalks",
     "infinitebench": "InfiniteBench",
     "longbench": "LongBench",
+    "longbench_e": "LongBench-E",
     "longbench2": "LongBench v2",
     "leval": "L-Eval",
 }
@@ -45,12 +46,14 @@ def _each(task: Callable[[Path, str], Task | None]) -> Callable[[Path, Sequence[
 FILE_NAMES: dict[str, tuple[str, ...]] = {
     "infinitebench": infinitebench_files.NAMES,
     "longbench": tuple(longbench.KINDS),
+    "longbench_e": longbench_e.NAMES,
     "longbench2": ("easy", "hard"),
     "leval": leval.NAMES,
 }
 FILES: dict[str, Callable[[Path, Sequence[str]], Found]] = {
     "infinitebench": _each(infinitebench_files.task),
     "longbench": _each(longbench.task),
+    "longbench_e": _each(longbench_e.task),
     "longbench2": longbench2.tasks,
     "leval": _each(leval.task),
 }
@@ -113,7 +116,8 @@ def _local(suite: str, name: str, data: Path | None, others: bool) -> list[Task]
     names = (name,) if name else FILE_NAMES[suite]
     found = FILES[suite](data, names)
     if not found and not others:
-        what = f"{name}.jsonl" if name and suite != "longbench2" else f"file of {suite}"
+        file = f"{name}_e.jsonl" if suite == "longbench_e" else f"{name}.jsonl"
+        what = file if name and suite != "longbench2" else f"file of {suite}"
         raise UsageError(
             f"--data: found no {what} in {data} (docs/SUITES.md says where it may lie)"
         )

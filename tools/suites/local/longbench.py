@@ -8,10 +8,11 @@ reference that it is nearest to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from engine.base.errors import UsageError
 from engine.text.tokenizer import Tokenizer
@@ -195,24 +196,32 @@ def task(folder: Path, name: str) -> Task | None:
     file that cannot be read or a row without a field.
     """
     path = find(folder, FOLDERS, f"{name}.jsonl")
-    if path is None:
-        return None
-    kind, fields = KINDS[name], {"context": TEXT, "input": TEXT, "answers": TEXTS}
-    table = read(path, fields | ({"all_classes": TEXTS} if name in BY_CLASS else {}))
+    return None if path is None else over("longbench", name, rows_of(path, name))
+
+
+def rows_of(path: Path, name: str, more: Mapping[str, str] = MappingProxyType({})) -> Table:
+    """The rows of a task's file. more: fields beside those that every row has."""
+    fields = {"context": TEXT, "input": TEXT, "answers": TEXTS, **more}
+    return read(path, fields | ({"all_classes": TEXTS} if name in BY_CLASS else {}))
+
+
+def over(suite: str, name: str, table: Table, make: Callable[..., Prompt] | None = None) -> Task:
+    """A task over rows of a file. make: another than `prompt`."""
+    kind = KINDS[name]
     words = kind.compare in (chinese_f1, chinese_rouge_l)
     said = f"Chinese words are {segmenter()} (the original: jieba's)"
     return Task(
-        "longbench",
-        f"longbench/{name}",
+        suite,
+        f"{suite}/{name}",
         kind.written,
-        partial(_prompt, name, table),
+        partial(make or prompt, name, table),
         sizes=tuple(len(row["context"]) for row in table.rows),
-        data={path.name: table.digest} | ({"Chinese words": segmenter()} if words else {}),
+        data={table.path.name: table.digest} | ({"Chinese words": segmenter()} if words else {}),
         differs=(*DIFFERS, said) if words else DIFFERS,
     )
 
 
-def _prompt(
+def prompt(
     name: str, table: Table, tokenizer: Tokenizer, length: int, number: int, room: int
 ) -> Prompt:
     """The prompt of a row, cut in the middle to `length` tokens before the chat template."""
