@@ -272,6 +272,25 @@ def test_longbench_e_has_longbenchs_prompts_by_class_of_length(tokenizer, data):
         chosen(["longbench_e/lcc"], 0, {}, data)
 
 
+def test_levals_open_rows_are_judged_as_they_say(tokenizer, data):
+    """F1, or ROUGE-L, however it is spelled; the answer's length is asked for in words."""
+    rows = [
+        {**EXAM, "evaluation": kind, "outputs": ["The cat sat.", "cat of the house"]}
+        for kind in ("f1", "F1", "rouge", "LLM", "human")
+    ]
+    path = data / "LEval-data" / "Closed-ended-tasks" / "legal_contract_qa.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    (task,) = chosen(["leval/legal_contract_qa"], 0, {}, data).values()
+    assert task.asked == (2, 2, 2) and any("2 documents of legal" in line for line in task.differs)
+    found = [task.make(tokenizer, 4000, number, 4000) for number in range(3)]
+    scores = [[score("sat cat, the") for score in prompt.scores] for prompt in found]
+    # F1 in any order without the article; ROUGE-L with it: 1 word of 3 and 3, 2 words of 3 and 4
+    assert scores[:2] == [[1, pytest.approx(2 / 5)]] * 2
+    assert scores[2] == pytest.approx([1 / 3, 4 / 7])
+    assert "Answer in about 3 words." in tokenizer.decode(found[0].own[0])
+    assert "Answer in about 4 words." in tokenizer.decode(found[0].own[1])
+
+
 def test_every_prompt_has_its_places():
     for name, kind in longbench.KINDS.items():
         assert kind.prompt.count("{context}") == 1 and "{on}" not in kind.prompt, name

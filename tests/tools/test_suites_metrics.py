@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 
+from tools.suites.local.leval import METRICS
 from tools.suites.metrics import chinese
 from tools.suites.metrics.exam import letters, number, output, topic, truth
 from tools.suites.metrics.matches import (
@@ -28,6 +29,7 @@ from tools.suites.metrics.rouge import chinese_rouge_l, rouge_l, whole_rouge_l
 
 KINDS = ("Number", "Other number", "Date", "Other", "City")
 GOLD = "the number of it is Other number"  # holds other classes
+leval_f1 = METRICS["f1"]
 classes = partial(class_named, classes=KINDS)
 one, several = partial(letters, several=False), partial(letters, several=True)
 HAND = [
@@ -45,6 +47,21 @@ HAND = [
     (word_f1, "theatre", "atre", 0),  # no article inside a word
     (word_f1, "cat—the—dog", "cat—", 2 / 3),  # an article leaves a space
     (word_f1, "a\tb\n c", "b c", 1),
+    # L-Eval's, by its own rule: small letters, ASCII punctuation out, then articles, then a bag
+    (leval_f1, "Section 4(b), by the Borrower", "section 4b by borrower", 1),
+    (leval_f1, "", "yes", 0),
+    (leval_f1, "", "", 0),  # nothing beside nothing is no answer
+    (leval_f1, "The A.", "an", 0),
+    (leval_f1, "$1,000.50", "100050", 1),  # marks join what they part
+    (leval_f1, "end-of-life care", "endoflife care", 1),
+    (leval_f1, "T.he lender", "lender", 1),  # an article that the marks hid
+    (leval_f1, "the-lender", "lender", 0),  # and one that they hide
+    (leval_f1, "a_b lender", "ab lender", 1),
+    (leval_f1, "“yes”", "yes", 0),  # curly marks stay
+    (leval_f1, "yes\u00a0no\n", "no yes", 1),  # in any order, whatever parts them
+    (leval_f1, "yes yes yes no", "yes no no", 4 / 7),
+    (leval_f1, "no " * 30 + "yes", "yes", 2 / 32),  # a long answer
+    (leval_f1, "No.", "Yes", 0),
     # of Chinese characters
     (chinese_f1, "北京", "北京", 1),
     (chinese_f1, "", "北京", 0),
@@ -192,6 +209,10 @@ HAND = [
     (several, "B", "BD", 1 / 4),
     (several, "ABD", "BD", 0),
     (several, "B. and D.", "BD", 1),
+    (several, "it is B", "BD", 1 / 4),  # at the end no letter stands alone, so the first in a row
+    (several, "it is DB", "BD", 1 / 4),  # as they stand
+    (several, "by An author", "A", 1),  # in a word too
+    (several, "it is C or B.", "B", 0),  # both stand alone
     (several, "xyz", "A", 0),  # nothing said is not A
     (several, "", "A", 0),
     (number, "so 4 + 5. The answer is 9.", "... The answer is 9", 1),

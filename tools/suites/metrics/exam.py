@@ -35,14 +35,18 @@ def letters(answer: str, expected: str, several: bool) -> float:
 
 def _chosen(answer: str) -> str:
     """Letters that an answer begins with, where they are several; else those that stand alone in it
-    before it asks itself something, with the one that it begins with.
+    before it asks itself something, with the one that it begins with; else the first in a row, in
+    a word too.
     """
     rest = answer.lstrip("ABCD")
     begins = answer[: len(answer) - len(rest)]
     if len(begins) > 1:
         return "".join(sorted(set(begins)))
-    alone = ALONE.findall(rest.split("Question")[0])
-    return "".join(sorted({*begins, *alone}))
+    said = rest.split("Question")[0]
+    if found := {*begins, *ALONE.findall(said)}:
+        return "".join(sorted(found))
+    row = re.search("[A-D]+", said)
+    return row[0] if row else ""
 
 
 def number(answer: str, expected: str) -> float:
