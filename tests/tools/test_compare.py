@@ -22,7 +22,7 @@ from tools.compare import stats as compare_stats
 from tools.compare.build import NEAR, Facts, infllm
 from tools.compare.comparison import key_of
 from tools.compare.distance import nearer_to_the_oracle
-from tools.compare.methods import REGISTRY, Variant, variants, wanted
+from tools.compare.methods import REGISTRY, Variant, entry_of, variants, wanted
 from tools.compare.report import rows_of, write
 from tools.compare.resident import beside_eviction
 from tools.compare.run import Job, Paper, Reader, Reference, Rules, run_document
@@ -174,6 +174,22 @@ def test_every_method_of_the_engine_can_be_compared():
     }
     known = {name: cls for name, cls in methods().items() if cls.__module__.startswith("engine.")}
     assert {name for name, cls in known.items() if cls not in made} <= own
+
+
+def test_a_name_says_at_which_r_prompts_are_read():
+    """As Table 14 of the paper has it; no name enters the table, so groups stay what they are."""
+    before = list(REGISTRY)
+    for ratio in (1, 8, 40):
+        name = f"omnikv_prefill_r{ratio}"
+        assert wanted([f"{name}@6.67"], [], [])[1:] == [(name, "share", 6.67)]
+        entry = entry_of(name)
+        made = entry.build(Facts(None, 1024, (2,)), 0.3)
+        assert (made.prefill_ratio, made.selector, made.share) == (ratio, "uniform", 0.3)
+        assert (entry.reads, entry.head) == ("own", REGISTRY["omnikv_prefill"].head)
+    for name in ("omnikv_prefill_r0", "omnikv_prefill_r", "omnikv_prefill_r1x", "omnikv_r1"):
+        with pytest.raises(UsageError, match=f"unknown method '{name}'"):
+            entry_of(name)
+    assert list(REGISTRY) == before
 
 
 # ---------------------------------------------------------------- statistics

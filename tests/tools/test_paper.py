@@ -243,6 +243,31 @@ def test_a_suites_table_has_files_and_made_prompts_beside_the_papers(tmp_path, c
     assert "| average | full" not in page and "longbook_qa_eng" in page.split("not run here")[1]
 
 
+def test_table14_reads_prompts_by_r_and_all_is_the_uniform_selector(tmp_path, capsys, tiny):
+    """With r small what is not chosen is lost; r that covers the prompt reads it as dense prefill
+    does, so that its answers are those of r = all.
+    """
+    data = tmp_path / "data"
+    data.mkdir()
+    text = " ".join(f"line {n} of {n % 7} has {n * n % 89}." for n in range(250))
+    row = {"context": text, "input": "What has line 7?", "answers": ["49"]}
+    (data / "qasper.jsonl").write_text(json.dumps(row))
+    words = ["table14", "--model", tiny, *SMALL, "--out", tmp_path, "--data", data]
+    assert main(*words, "--length", "1400") == 0
+    page = capsys.readouterr().out
+    for row in ("omnikv_prefill_r1 6.67%", "omnikv_prefill_r8 6.67%", "minference 30%"):
+        figure = omnikv.PREFILL_QUALITY[row]["single-doc"]
+        assert re.search(rf"\| single-doc \| {re.escape(row)} \| \d.* \| {figure} \|", page), row
+    assert "\n| synthetic |" not in page and "Table 14" in page and "256 tokens here" in page
+    lines = next(tmp_path.glob("table14/*/run/answers.jsonl")).read_text().splitlines()[1:]
+    found = {r["variant"]: r for r in map(json.loads, lines)}
+    assert found["full"]["prompt_tokens"] > 1300
+    kl = {name.partition(" ")[0]: r["kl"] for name, r in found.items() if "kl" in r}
+    assert kl["omnikv_prefill_r8"] == pytest.approx(kl["omnikv_uniform"], rel=1e-3)
+    assert abs(kl["omnikv_prefill_r1"] - kl["omnikv_uniform"]) > 0.01 * kl["omnikv_uniform"]
+    assert found["omnikv_prefill_r8 6.67%"]["tokens"] == found["omnikv_uniform 6.67%"]["tokens"]
+
+
 @pytest.mark.parametrize("name", ["fig1c", "fig6a", "fig6b", "fig7", "fig8"])
 def test_a_line_runs_on_the_tiny_model_and_goes_on(name, tmp_path, capsys, tiny, monkeypatch):
     words = [name, "--model", tiny, *SMALL, "--out", tmp_path]

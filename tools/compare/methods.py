@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import engine
@@ -59,6 +60,7 @@ from tools.compare.build import (
 from tools.compare.kept import KeepsDense, without
 from tools.compare.own import entry as own_entry
 
+PREFILL = re.compile("omnikv_prefill_r([1-9][0-9]{0,3})")
 PAPER_SHARE = 6.67  # per cent: the budget of the first hypothesis
 GROUPS = ("t1", "others", "controls", "bounds")
 CONTROLS = ("omnikv_random", "omnikv_newest", "omnikv_one")  # the last at one budget only
@@ -462,7 +464,7 @@ REGISTRY: dict[str, Entry] = {
         place="host",
     ),
     "omnikv_prefill": Entry(
-        "OmniKV that also reads prompts sparsely, r = 2",
+        "OmniKV, prompts read sparsely too, r = 2; omnikv_prefill_r8: r = 8, uniform selector",
         omnikv(prefill_ratio=2),
         group="others",
         reads="own",
@@ -492,8 +494,24 @@ for _name in [name for name, row in REGISTRY.items() if row.granularity and row.
     bounded(_name)
 
 
+@cache
+def prefill_entry(ratio: int) -> Entry:
+    """OmniKV as Table 14 of its paper has it: prompts read sparsely with r = ratio, answers by the
+    uniform selector.
+    """
+    return replace(
+        REGISTRY["omnikv_prefill"],
+        note=f"OmniKV, prompts read sparsely too, r = {ratio}, uniform selector",
+        build=omnikv(prefill_ratio=ratio, selector="uniform"),
+    )
+
+
 def entry_of(name: str) -> Entry:
-    """The row of a name, made where only the engine's registry knows it. Raises UsageError."""
+    """The row of a name, made where only the engine's registry knows it, or where it names an r
+    (omnikv_prefill_r8). Raises UsageError.
+    """
+    if name not in REGISTRY and (found := PREFILL.fullmatch(name)):
+        return prefill_entry(int(found[1]))
     if name not in REGISTRY:
         known = methods()
         if name not in known:

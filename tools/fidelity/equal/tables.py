@@ -10,7 +10,7 @@ from typing import Any
 
 from tools.common.intervals import Interval
 from tools.common.page import table
-from tools.compare.methods import CONTROLS, REGISTRY
+from tools.compare.methods import CONTROLS, REGISTRY, entry_of
 from tools.fidelity import stats
 from tools.fidelity.follow import Record
 
@@ -77,7 +77,7 @@ def _point(
         far, same = stats.mean(own, stats.kl_of), stats.mean(own, stats.same_of)
         if far is not None and same is not None:
             kl[setup], top1[setup] = far, same
-    entry = REGISTRY[one["name"]]
+    entry = entry_of(one["name"])
     told = entry.group == "bounds"
     shares = [
         (r["bytes"] + (0 if told else r["choosing"])) / full[stats.place(r)]
@@ -109,7 +109,7 @@ def _first_set(columns: Mapping[str, Sequence[Record]]) -> str:
 def _family(name: str) -> str:
     if name in CONTROLS or name.startswith("random"):
         return "control"
-    if REGISTRY[name].group == "bounds":
+    if entry_of(name).group == "bounds":
         return "bound"
     return "omnikv" if name.startswith("omnikv") else "other"
 
