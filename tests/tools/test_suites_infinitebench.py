@@ -32,7 +32,7 @@ from tools.suites.metrics.rouge import summary_rouge_l
 from tools.suites.prompts.cutting import middle_out
 from tools.suites.prompts.task import Task
 from tools.suites.registry import chosen
-from tools.suites.run import within
+from tools.suites.run import shortened
 from tools.tasks.words import filler
 
 BOOK = " ".join(filler(Random(5)) for _ in range(90))
@@ -459,10 +459,11 @@ def test_made_tasks_need_no_files_and_files_no_made_ones(data, tmp_path, capsys)
 
 def test_a_long_answer_takes_half_of_the_model():
     task = Task("s", "s/t", 30000, None, sizes=(9,), data={"f": "x"})
-    short = within(task, 8192)
+    short = shortened(task, 8192)
     assert short.written == 4096 and "4,096 tokens at most" in short.differs[0]
     assert short.data == {"f": "x", "tokens of an answer": "4096"}
-    assert within(task, 60000) is task and within(replace(task, sizes=None), 10).written == 30000
+    assert shortened(task, 60000) is task
+    assert shortened(replace(task, sizes=None), 10).written == 30000
 
 
 def test_files_and_made_prompts_go_end_to_end(data, tmp_path, capsys, monkeypatch):

@@ -28,6 +28,7 @@ EPILOG = """examples:
   python -m tools.suites --methods omnikv@3,6.67,30 quest@6.67 --estimate
   python -m tools.suites --tasks qa_1 qa_2 --squad dev-v2.0.json --hotpotqa hotpot_dev.json
   python -m tools.suites --tasks longbench longbench2 --data FOLDER --samples 20
+  python -m tools.suites --tasks longbench_e infinitebench --data FOLDER --max-length 31500
   python -m tools.suites --tasks ruler graphwalks infinitebench --question dense sparse
 
 Methods are those of `python -m tools.compare --help`, with budgets in per cent behind an @.

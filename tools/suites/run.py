@@ -81,7 +81,7 @@ class Asked:
         return variant.asked(job.task, job.length, self.seed, question, turn) | more
 
 
-def within(task: Task, holds: int) -> Task:
+def shortened(task: Task, holds: int) -> Task:
     """A task of a file whose answer takes at most half of what a model holds, in tokens."""
     if task.sizes is None or task.written <= holds // 2:
         return task
@@ -104,7 +104,7 @@ class Suite:
         self.args, self.names = args, names
         self.began = time.monotonic()
         self.llm = loaded(args, texts=True)
-        self.tasks = {name: within(task, self.llm.max_context) for name, task in tasks.items()}
+        self.tasks = {name: shortened(task, self.llm.max_context) for name, task in tasks.items()}
         self.tokenizer = self.llm.tokenizer
         self.answers = AnswerFile(args.out, key)
         there: Record = (None if args.fresh else self.answers.load()) or {}
@@ -132,8 +132,8 @@ class Suite:
 
     def _limit(self, before: int | None) -> int:
         """Tokens to which prompts of local files are cut: as asked for, as an earlier run of the
-        folder had it, else what the model holds beside a template and the longest answer, but those
-        of more than a LONGth of it: prompts of such a task alone are cut further.
+        folder had it, else what the model holds beside a template and the longest answer. An answer
+        of more than 1 / LONG of what it holds does not count: its own prompts are cut once more.
         """
         args, holds = self.args, self.llm.max_context
         made = any(task.sizes is None for task in self.tasks.values())
