@@ -109,6 +109,8 @@ def data(tmp_path):
         ('{"a": "x", "b": ["y"]}\n7', "line 2: found int, expected an object with fields"),
         ('[{"a": "x", "b": ["y"]}, {"b": ["y"]}]', "f.jsonl, row 2: found no field 'a'"),
         ("[{", "found no JSON"),
+        ('{"a": "x", "b": ["y"]}\n[7]', "line 2: found list, expected an object with fields"),
+        ('\n\n[{"a": "x", "b": ["y"]},\n{"b": ["y"]}]', "f.jsonl, row 2: found no field 'a'"),
         ("\n\n", "found no row, expected at least one"),
     ],
 )

@@ -106,12 +106,13 @@ def _lines(file: Iterator[bytes], see: Callable[[bytes], None]) -> Iterator[str]
 
 def _parsed(path: Path, lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
     """(where it stands, the row) of every row."""
+    first = True
     for number, line in enumerate(lines, 1):
-        if line.lstrip()[:1] == "[":
+        if first and line.lstrip()[:1] == "[":
             for place, row in enumerate(_json(f"{path}", line + "".join(lines)), 1):
                 yield f"{path}, row {place}", row
         elif line.strip():
-            where = f"{path}, line {number}"
+            where, first = f"{path}, line {number}", False
             yield where, _json(where, line)
 
 
