@@ -193,7 +193,10 @@ def _forgetting_items(
     if needs.proportional and needs.waiting >= context:
         # of a shorter prompt the stores are smaller, and the next prompt is what is left
         waiting, _ = _waiting_item(config, needs, size, chunk, context)
-        saved = max(0, (points + 1) * point - waiting)
+        # two stores are there as a chunk behind them is cut, and not as a whole prompt is
+        fewer = max(0, context - needs.retained - chunk)
+        less = fewer * (config.kv_bytes(size) + needs.row_scores)
+        saved = max(0, (points + 1) * point - waiting - less)
         note += ", in the place of rows that waited"
     if not points:
         note = "none: going back reads again from the beginning"

@@ -90,6 +90,7 @@ class Needs:
     near: K that is freed; None: none.
     piece: most tokens of a chunk (Runtime.chunk_stop); None: as many as the plan has.
     ahead: layers that choose by the input of the layer before (Runtime.foresee), each above 0.
+    row_scores: bytes of scores of a prompt, of all layers, that each row has which waits for a cut.
     leaves_rows: in a session that forgets, rows of a chunk wait for a store; else none outlives the
     step that makes it, and all that there are then are `store_bytes`.
     rebuilt: rows and Runtime.state say all, although steps run again on the way back: a file may
@@ -125,6 +126,7 @@ class Needs:
     forgets: bool = False
     waiting: int = 0
     point_bytes: int = 0
+    row_scores: int = 0
     proportional: bool = False
     again: int = 0
     ids: bool = False

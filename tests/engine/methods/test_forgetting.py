@@ -18,6 +18,7 @@ from engine.methods.evict.ada_snapkv import AdaSnapKV
 from engine.methods.evict.duo import Duo
 from engine.methods.evict.h2o import H2O
 from engine.methods.evict.h2o_plus import H2OPlus
+from engine.methods.evict.keyformer import Keyformer
 from engine.methods.evict.lm_infinite import LMInfinite
 from engine.methods.evict.shared import by_position
 from engine.methods.evict.snapkv import SnapKV
@@ -124,6 +125,37 @@ def test_the_plan_is_within_five_percent_of_what_a_full_session_holds(method):
             session.decode(token)
         most, due = max(sizes), planned(llm.plan(forgetting(method)))
     assert 0.95 * due <= most <= due + 128, (most, due)  # constants of the runtime
+
+
+@pytest.mark.parametrize("share", [0.45, 0.6])
+def test_a_plan_of_two_large_stores_counts_what_is_there_beside_them(share):
+    """Stores of two prompts whose ends are a chunk and a token before a third's: no whole prompt
+    waits beside them, nor its scores, nor is a whole layer's cut.
+    """
+    llm, ids, sizes, chunk = llm_of(chunk=64), random_ids(CAPACITY, seed=5), [], 64
+    method = Keyformer(share=share, forget=True)
+    with llm.session(method) as session:
+        commit = session.runtime.commit
+
+        def look(count):
+            sizes.append(held(session))
+            commit(count)
+
+        session.runtime.commit = look
+        last, first = CAPACITY - 4, 0
+        for stop in (last - chunk - 1, last - chunk, last):
+            session.prefill(ids[first:stop])
+            first = stop
+        for token in ids[-4:]:
+            session.decode(token)
+    plan = llm.plan(method)
+    config, cut = llm.config, plan.bytes_of("cut of a layer")
+    kept = int(share * CAPACITY)
+    # of the layer that is cut: what was kept and a chunk, joined, and what is kept of that
+    own = (2 * kept + chunk) * config.kv_bytes(4)
+    due = planned(plan) + cut
+    # what a chunk's scores take as they are summed is not seen at its commit
+    assert 0.88 * due <= max(sizes) + own <= due, (max(sizes), own, due)
 
 
 @pytest.mark.parametrize("segment", (48, 50, 64, 97, 128, 192))

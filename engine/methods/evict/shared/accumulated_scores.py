@@ -63,7 +63,8 @@ class Accumulating(Evicting):
         return 1.0
 
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
-        return replace(super().needs(plan, config, capacity, itemsize), every_query=True)
+        found = super().needs(plan, config, capacity, itemsize)
+        return replace(found, every_query=True, row_scores=self.row_scores(plan, config))
 
     def max_rows(self, budget: int) -> int | None:
         """The budget, and the tokens that come before the next eviction."""
@@ -92,9 +93,12 @@ class Accumulating(Evicting):
         self, plan: LayerPlan, config: ModelConfig, itemsize: int, capacity: int
     ) -> int:
         """The store, and twice the scores of a whole prompt."""
-        heads = config.num_kv_heads * self.scores_of(config)
-        scores = 8 * len(plan.partial_layers) * heads * capacity
+        scores = self.row_scores(plan, config) * capacity
         return super().store_bytes(plan, config, itemsize, capacity) + scores
+
+    def row_scores(self, plan: LayerPlan, config: ModelConfig) -> int:
+        """Bytes of a prompt's scores, held twice, of one row in all layers that evict."""
+        return 8 * len(plan.partial_layers) * config.num_kv_heads * self.scores_of(config)
 
     def runtime(self, setup: Setup) -> Runtime:
         return AccumulatingRuntime(self, setup)
