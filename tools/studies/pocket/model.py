@@ -97,10 +97,11 @@ class Pocket(nn.Module):
 
 
 def compute_dtype(device: str) -> torch.dtype:
-    """bfloat16 where the processor multiplies it, else float32: without AMX one core makes 31
-    GFLOP/s of bfloat16 and 150 of float32.
+    """bfloat16 where the processor multiplies it, else float32. One core makes 475 GFLOP/s of
+    bfloat16 and 100 of float32 with AVX512_BF16 (EPYC Turin), 31 and 150 with neither that nor AMX.
     """
-    fast = device != "cpu" or torch.cpu._is_amx_tile_supported()
+    cpu = torch.cpu
+    fast = device != "cpu" or cpu._is_amx_tile_supported() or cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
 
 
