@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from tools.studies.pocket import selector
 from tools.studies.pocket.checkpoint import export, load
 from tools.studies.pocket.data import Batch, RowMaker, Spans, batch, row_random
-from tools.studies.pocket.model import PLAIN_UNTIL, Chooser, Pocket, Shape, compute_dtype
+from tools.studies.pocket.model import Chooser, Pocket, Shape, compute_dtype
 from tools.studies.pocket.optim import Muon
 from tools.studies.pocket.schedule import PROFILES, STAGES, TUNING
 from tools.studies.pocket.start import structured_start
@@ -29,6 +29,7 @@ from tools.tasks import TASKS
 KINDS = ("recall", "copy", "arithmetic", "delayed", "refuse", *sorted(TASKS))
 # accuracy is judged over the last WINDOW x LOG_STEPS steps
 SAVE_SECONDS, LOG_STEPS, WINDOW = 100, 20, 4
+CHOSEN_UNTIL = 2048  # tokens of a row, of which every second step sees what was chosen
 
 
 def processes(args: argparse.Namespace) -> int:
@@ -144,7 +145,7 @@ class Run:
 
         So what they look up is found where full attention and OmniKV both have it.
         """
-        if self.step % 2 or tokens.shape[1] > PLAIN_UNTIL or self.model.embed.is_cuda:
+        if self.step % 2 or tokens.shape[1] > CHOSEN_UNTIL or self.model.embed.is_cuda:
             return None
         asked = ((tokens == USER) | (kinds == 2)).cummax(1).values
         return selector.LAYER, functools.partial(selector.chosen, answers=asked)

@@ -133,10 +133,14 @@ def chosen(query: Tensor, key: Tensor, answers: Tensor) -> Tensor:
     query [B, Hkv, G, L, D] and key [B, Hkv, L, D] of LAYER, rotated.
     """
     length = query.shape[3]
+    start = int(answers.any(0).int().argmax())  # rows before it see all: nothing to choose
     causal = torch.ones(length, length, dtype=torch.bool).tril()
-    scores = (query @ key.unsqueeze(2).transpose(-1, -2)).float() * query.shape[-1] ** -0.5
-    weight = scores.masked_fill(~causal, -torch.inf).softmax(-1).flatten(1, 2).amax(1)
-    old = causal.tril(-TAIL)
-    best = weight.masked_fill(~old, -1.0).topk(min(length, max(LEAST, int(SHARE * length)))).indices
-    seen = torch.zeros_like(weight, dtype=torch.bool).scatter_(2, best, True) | ~old
-    return (seen | ~answers[:, :, None]) & causal
+    late, old = causal[start:], causal.tril(-TAIL)[start:]
+    scores = (query[..., start:, :] @ key.unsqueeze(2).transpose(-1, -2)).float()
+    weight = (scores * query.shape[-1] ** -0.5).masked_fill_(~late, -torch.inf)
+    weight = weight.softmax(-1).flatten(1, 2).amax(1)
+    best = weight.masked_fill_(~old, -1.0).topk(min(length, max(LEAST, int(SHARE * length))))
+    seen = torch.zeros_like(weight, dtype=torch.bool).scatter_(2, best.indices, True) | ~old
+    out = causal.repeat(len(answers), 1, 1)
+    out[:, start:] = (seen | ~answers[:, start:, None]) & late
+    return out
