@@ -117,6 +117,20 @@ def test_the_selector_finds_coarsely_and_carries_nothing(tokenizer):
     assert sum(rank == 0 for rank in ranks) < len(ranks) / 2, ranks
 
 
+def test_a_number_is_nearer_to_numbers_of_its_class_than_to_any_word():
+    """Whatever class a word of a frequent sentence has, it does not push a number out."""
+    spelled = ["7", "42", "108", "955", " 3", "green", " yellow", "is", ":", "."]
+    names = [t.strip() if t.strip().isalpha() else str(i) for i, t in enumerate(spelled)]
+    for seed in range(20):
+        found = selector.codes(spelled, names, torch.Generator().manual_seed(seed))
+        axes = found[:, : selector.SIDES[0]] / selector.STRENGTH
+        torch.testing.assert_close((axes**2).sum(1), torch.ones(len(spelled)))
+        like = axes @ axes.T
+        assert (like[:5, 5:].abs() < 0.75).all()
+        numbers = like[:5, :5].round()
+        assert ((numbers - like[:5, :5]).abs() < 1e-6).all()  # 1: the same class, else 0 or -1
+
+
 def selector_scores(model, ids):
     """[L, L]: the selector's weights."""
     seen = {}

@@ -32,10 +32,13 @@ SHARE, LEAST, TAIL = 0.0667, 8, 32  # what `chosen` shows to rows that answer
 
 
 def codes(spelled: list[str], names: list[str], gen: torch.Generator) -> Tensor:
-    """[vocab, 14]: two signed unit vectors a token, the same for the same name.
+    """[vocab, 14]: two unit vectors a token, the same for the same name: a signed axis each, but for
+    a number's first one, which lies between two.
 
     Letters and numbers draw their classes. Signs take theirs in turn and from others: some of them
-    stand in every line, and two in one class would fill the choice.
+    stand in every line, and two in one class would fill the choice. So would a word of a sentence
+    that stands there forty times, if a number had its class: between axes a number is nearer to
+    numbers of its own class than to any word (1 and .71).
     """
     words, signs = WORDS, SIDES[0] - WORDS
     first: dict[str, tuple[int, int, int, int]] = {}
@@ -50,7 +53,12 @@ def codes(spelled: list[str], names: list[str], gen: torch.Generator) -> Tensor:
             first[name] = where, turn % 2, second % SIDES[1], sign % 2
     table = torch.tensor([first[name] for name in names])
     out, every = torch.zeros(len(names), sum(SIDES)), torch.arange(len(names))
-    out[every, table[:, 0]] = STRENGTH * (table[:, 1] * 2.0 - 1)
+    side = STRENGTH * (table[:, 1] * 2.0 - 1)
+    out[every, table[:, 0]] = side
+    number = torch.tensor([text.strip().isdigit() for text in spelled])
+    first, other = table[number, 0] // 2 * 2, STRENGTH * (table[number, 0] % 2 * 2.0 - 1)
+    out[number, first] = side[number] / 2**0.5
+    out[number, first + 1] = other / 2**0.5
     out[every, SIDES[0] + table[:, 2]] = STRENGTH * (table[:, 3] * 2.0 - 1)
     return out
 
