@@ -79,7 +79,7 @@ def layout(editable: bool) -> dict:
             "engine.evidence": ["*.html"],
             "engine.serve.page": ["*.html", "*.css", "*.js"],
             f"{inside}kernels.native": ["*.h", "*.cpp", "prebuilt/*.so"],
-            f"{inside}weights": ["pocket/*"],
+            f"{inside}weights": ["pocket/*", "judge/*"],
         },
     }
 

@@ -29,6 +29,7 @@ from engine.session.session import Session
 
 ROOT = Path(__file__).resolve().parents[1]
 POCKET = ROOT / "weights" / "pocket"  # a trained checkpoint: 8 layers, bfloat16
+JUDGE = ROOT / "weights" / "judge"  # another, whose answers hang on what is chosen
 
 VOCAB = 97
 SESSION_MODEL = dict(layers=8, hidden=48, head_dim=16, max_positions=8192)

@@ -37,6 +37,7 @@ PATTERNS = [
 ]
 CONFIG_PATTERNS = ["config.json", "generation_config.json", "omnikv.json"]
 SHIPPED = Path(__file__).parent / "pocket"  # the model that comes with the engine
+JUDGE = Path(__file__).parent / "judge"  # another, to compare methods on
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 
 
@@ -77,21 +78,24 @@ class Resolved:
         return self.alias.rope, self.alias.context
 
 
-def shipped() -> Path:
-    """Return the folder of the model that comes with the engine. Raises ModelNotFound."""
-    if not (SHIPPED / "model.safetensors").is_file():
+def shipped(folder: Path | None = None) -> Path:
+    """Return the folder of the model that comes with the engine, or of the one named. Raises
+    ModelNotFound where it has no weights.
+    """
+    folder = folder or SHIPPED
+    if not (folder / "model.safetensors").is_file():
         raise ModelNotFound(
             "no model is shipped with this engine: name a folder, an alias or a hub id "
             "(--list-models prints the aliases)"
         )
-    return SHIPPED
+    return folder
 
 
 def resolve(
     name: str | Path, progress: Callable[[str], None] | None = None, config_only: bool = False
 ) -> Resolved:
-    """Resolve a folder, a GGUF file, "pocket" (the shipped model), an alias or a hub id to what
-    holds the model; download what is missing (resumable, with progress bars).
+    """Resolve a folder, a GGUF file, "pocket" or "judge" (the shipped models), an alias or a hub id
+    to what holds the model; download what is missing (resumable, with progress bars).
 
     config_only: for a plan, a snapshot with config.json is enough and no weights are fetched; an
     alias whose config.json cannot be had either has the alias table's sizes. progress: called with
@@ -107,13 +111,14 @@ def resolve(
         is_folder = exists = False
     if is_folder and name:  # an empty name is the current folder to pathlib
         return Resolved(path, "folder", name)
-    if name.lower() == SHIPPED.name:
-        return Resolved(shipped(), "folder", name)
-    if name.lower().removeprefix("./").rstrip("/") == f"weights/{SHIPPED.name}":
-        raise ModelNotFound(
-            f"model {shown(name)}: no such folder here; the model shipped with the engine is "
-            f'LLM("{SHIPPED.name}") (--model {SHIPPED.name}) from any folder'
-        )
+    for folder in (SHIPPED, JUDGE):
+        if name.lower() == folder.name:
+            return Resolved(shipped(folder), "folder", name)
+        if name.lower().removeprefix("./").rstrip("/") == f"weights/{folder.name}":
+            raise ModelNotFound(
+                f"model {shown(name)}: no such folder here; the model shipped with the engine is "
+                f'LLM("{folder.name}") (--model {folder.name}) from any folder'
+            )
     alias = ALIASES.get(name.lower())
     hub_id = alias.hub_id if alias else name
     if exists and name and is_gguf(path):

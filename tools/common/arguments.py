@@ -11,8 +11,10 @@ from typing import Any
 
 from engine import LLM, Full
 from engine.base.errors import UsageError
-from tools.common.program import POCKET
+from tools.common.program import JUDGE, POCKET
 
+# of programs that tell methods apart, as the model of the demonstration cannot
+JUDGED = dict(default=str(JUDGE), help="alias, hub id or folder (default: judge, in the box)")
 NUMBER, NUMBERS = dict(type=int), dict(type=int, nargs="+")
 FLAGS: dict[str, dict[str, Any]] = {
     "model": dict(default=str(POCKET), help="alias, hub id or folder (default: the shipped model)"),

@@ -18,13 +18,15 @@ from typing import Any
 from engine.base.errors import EngineError, UsageError
 from engine.text.boundary import one_line
 
-# the shipped model, which programs use where no --model is given
+# the shipped models, which programs use where no --model is given: the demonstration's, and the one
+# that methods are compared on
 POCKET = Path(__file__).resolve().parents[2] / "weights" / "pocket"
+JUDGE = POCKET.parent / "judge"
 
 
 def model_label(model: str) -> str:
-    """A model as reports name it: the shipped one by its place in the repository."""
-    return "weights/pocket" if model == str(POCKET) else model
+    """A model as reports name it: a shipped one by its place in the repository."""
+    return next((f"weights/{x.name}" for x in (POCKET, JUDGE) if model == str(x)), model)
 
 
 def guarded(work: Callable[[], int | None], stopped: str = "") -> int:

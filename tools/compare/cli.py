@@ -1,4 +1,4 @@
-"""Compare methods on any model folder (default: the shipped model),
+"""Compare methods on any model folder (default: the shipped judge),
 methods x budgets x tasks x lengths.
 
 Every document is read once for all methods that leave prefill alone; the others read it themselves.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from engine.base.errors import UsageError
 from tools.banks.registry import FAMILIES, checked
-from tools.common.arguments import add_flags, command, require_least, require_minutes
+from tools.common.arguments import JUDGED, add_flags, command, require_least, require_minutes
 from tools.common.program import guarded, one_at_a_time, replace_json, say
 from tools.compare.comparison import Comparison, span
 from tools.compare.methods import GROUPS, REGISTRY, wanted
@@ -42,7 +42,7 @@ evicts by chance, and random_eviction, which does so in the answer alone. At a b
 bytes what evicts forgets the rest.
 
 examples:
-  python -m tools.compare --minutes 30                               the shipped model, half an hour
+  python -m tools.compare --minutes 30                               the shipped judge, half an hour
   python -m tools.compare --model ../llama --lengths 8000 32000 --judge contains --answers 50
   python -m tools.compare --methods omnikv@3,6.67,30 h2o@30 --estimate   how long it would take
   python -m tools.compare --methods omnikv h2o@30 --dense-layers-kept omnikv
@@ -76,7 +76,10 @@ def _what(parser: argparse.ArgumentParser) -> None:
     known = f"names below, or a group: {', '.join(GROUPS)} (default: t1 others@3,10,30); full "
     known += "attention always runs, and beside OmniKV and what evicts their controls"
     add_flags(
-        parser, "model methods import", methods=dict(default=["t1", "others@3,10,30"], help=known)
+        parser,
+        "model methods import",
+        model=JUDGED,
+        methods=dict(default=["t1", "others@3,10,30"], help=known),
     )
     add(
         "--no-controls",

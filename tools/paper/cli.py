@@ -18,7 +18,7 @@ import torch
 
 from engine.base.errors import EngineError, UsageError
 from engine.text.boundary import one_line
-from tools.common.arguments import add_flags, command, require_least, require_minutes
+from tools.common.arguments import JUDGED, add_flags, command, require_least, require_minutes
 from tools.common.program import guarded, one_at_a_time, say
 from tools.paper.papers import TABLES
 from tools.paper.run import measured
@@ -26,7 +26,7 @@ from tools.paper.table import Table
 
 EPILOG = """examples:
   python -m tools.paper --list
-  python -m tools.paper table2 --limit 4                       the shipped model, a few answers
+  python -m tools.paper table2 --limit 4                       the shipped judge, a few answers
   python -m tools.paper table2 --model llama-3-8b-262k         as published, on a card
   python -m tools.paper table6 fig1c --model ../smollm2 --estimate
   python -m tools.paper table1 --model yi-9b-200k --data LongBench/data
@@ -49,6 +49,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_flags(
         parser,
         "model filters estimate minutes device dtype threads out fresh",
+        model=JUDGED,
         out=Path("paper-out"),
     )
     add("--limit", type=int, metavar="N", help="answers, texts or timed steps of every cell")

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.common.arguments import add_flags, command, require_least, require_minutes
+from tools.common.arguments import JUDGED, add_flags, command, require_least, require_minutes
 from tools.common.program import guarded, one_at_a_time
 from tools.compare.methods import REGISTRY, wanted
 from tools.compare.own import load
@@ -44,7 +44,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "python -m tools.suites", "Score methods on benchmarks that others know.", EPILOG
     )
     beside = dict(default=["omnikv@6.67", "quest@6.67", "snapkv@6.67", "streaming_llm@6.67"])
-    add_flags(parser, "model methods import", methods=beside)
+    add_flags(parser, "model methods import", model=JUDGED, methods=beside)
     chance = "leave out what chooses by chance, the newest, one token, and oracles"
     parser.add_argument("--no-controls", dest="controls", action="store_false", help=chance)
     _asked(parser)

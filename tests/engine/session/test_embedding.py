@@ -47,18 +47,21 @@ def test_a_folder_of_that_name_on_the_disk_wins(tmp_path, monkeypatch):
     assert LLM(load=False).folder == Path(POCKET)
 
 
-@pytest.mark.parametrize("name", ["weights/pocket", "./weights/pocket/", "weights/Pocket"])
+@pytest.mark.parametrize(
+    "name", ["weights/pocket", "./weights/pocket/", "weights/Pocket", "weights/judge"]
+)
 def test_the_clones_path_elsewhere_is_no_repository_of_a_stranger(name, tmp_path, monkeypatch):
     """Nothing is asked of the hub, and the message says what to write."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("weights.resolve._hub", lambda: pytest.fail("asked the hub"))
-    with pytest.raises(ModelNotFound, match=r'no such folder here.*LLM\("pocket"\)'):
+    with pytest.raises(ModelNotFound, match=r'no such folder here.*LLM\("(pocket|judge)"\)'):
         LLM(name, load=False)
 
 
 def test_without_a_shipped_model_the_name_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("weights.resolve.SHIPPED", tmp_path / "pocket")
-    for name in ((), ("pocket",)):
+    monkeypatch.setattr("weights.resolve.JUDGE", tmp_path / "judge")
+    for name in ((), ("pocket",), ("judge",)):
         with pytest.raises(ModelNotFound, match="no model is shipped with this engine"):
             LLM(*name, load=False)
 

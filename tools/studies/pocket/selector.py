@@ -32,8 +32,8 @@ SHARE, LEAST, TAIL = 0.0667, 8, 32  # what `chosen` shows to rows that answer
 
 
 def codes(spelled: list[str], names: list[str], gen: torch.Generator) -> Tensor:
-    """[vocab, 14]: two unit vectors a token, the same for the same name: a signed axis each, but for
-    a number's first one, which lies between two.
+    """[vocab, 14]: two unit vectors a token, the same for the same name: a signed axis each, but a
+    number's first one lies between two.
 
     Letters and numbers draw their classes. Signs take theirs in turn and from others: some of them
     stand in every line, and two in one class would fill the choice. So would a word of a sentence

@@ -27,9 +27,9 @@ from engine.methods.base import Method
 from engine.session.session import Session
 from tools.bench.header import commit
 from tools.common import page
-from tools.common.arguments import add_flags, command, loaded
+from tools.common.arguments import JUDGED, add_flags, command, loaded
 from tools.common.intervals import wilson
-from tools.common.program import POCKET, entry, progress, replace_json, say
+from tools.common.program import JUDGE, entry, progress, replace_json, say
 from tools.compare.turns import Turns
 from tools.tasks import MAIN, TASKS, make_sample
 from tools.tasks.prompts import token_counter
@@ -46,6 +46,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_flags(
         parser,
         "model tail filters wait seed threads minutes out",
+        model=JUDGED,
         seed=7,
         minutes=math.inf,
         out=Path("eval-out") / "prefill",
@@ -270,7 +271,7 @@ def run(args: argparse.Namespace) -> None:
     llm, found, records = measure(args)
     method, plan = llm.resolve_method(found[-1].method)
     about = {
-        "model": "weights/pocket" if args.model == str(POCKET) else Path(args.model).name,
+        "model": f"weights/{JUDGE.name}" if args.model == str(JUDGE) else Path(args.model).name,
         "commit": commit(),
         "document": f"{args.length} tokens",
         "plan": f"filters {getattr(method, 'filter_layers', None)}, {plan.describe()}",
