@@ -79,9 +79,7 @@ class Resolved:
 
 
 def shipped(folder: Path | None = None) -> Path:
-    """Return the folder of the model that comes with the engine, or of the one named. Raises
-    ModelNotFound where it has no weights.
-    """
+    """Return this folder, by default the shipped model's. Raises ModelNotFound without weights."""
     folder = folder or SHIPPED
     if not (folder / "model.safetensors").is_file():
         raise ModelNotFound(

@@ -194,8 +194,7 @@ def _forgetting_items(
         # of a shorter prompt the stores are smaller, and the next prompt is what is left
         waiting, _ = _waiting_item(config, needs, size, chunk, context)
         # two stores are there as a chunk behind them is cut, and not as a whole prompt is
-        fewer = max(0, context - needs.retained - chunk)
-        less = fewer * (config.kv_bytes(size) + needs.row_scores)
+        less = max(0, context - needs.retained - chunk) * (config.kv_bytes(size) + needs.row_scores)
         saved = max(0, (points + 1) * point - waiting - less)
         note += ", in the place of rows that waited"
     if not points:
