@@ -56,9 +56,9 @@ DRIVERS = {
     ),
 }
 TIMES = re.compile("seconds|cpu|load|peak")  # names of a record's values that no two runs share
-MOVING = re.compile(
-    r"^- (load|machine|commit|.*commit )|seconds|\bms\b| --out "
-)  # lines of a report
+# lines of a report, and columns of its tables
+MOVING = re.compile(r"^- (load|machine|commit|.*commit )|seconds|\bms\b| --out ")
+TIMED = re.compile(r"\bms\b|\bs$|seconds|^peak$")
 
 
 def start(driver: Driver, out: Path) -> subprocess.Popen[bytes]:
@@ -90,9 +90,21 @@ def records(path: Path) -> dict[str, int]:
 
 
 def said(path: Path) -> list[str]:
-    """A report's lines but for those that name times, the load, the commit and the folder."""
-    text = path.read_text(encoding="utf-8")
-    return [line for line in text.splitlines() if not MOVING.search(line)]
+    """A report's lines but for those that name times, the load, the commit and the folder, and its
+    tables but for their columns of times.
+    """
+    found: list[str] = []
+    timed: list[int] | None = None  # columns of the table that the lines are in; None: in none
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("|"):
+            timed = None
+            found += [] if MOVING.search(line) else [line]
+            continue
+        cells = line.split("|")
+        if timed is None:
+            timed = [i for i, cell in enumerate(cells) if TIMED.search(cell.strip())]
+        found.append("|".join(cell for i, cell in enumerate(cells) if i not in timed))
+    return found
 
 
 def kill(driver: Driver, folder: Path, kills: int, seed: int, say=print) -> str | None:
