@@ -550,8 +550,12 @@ def test_methods_change_over_one_bank():
                 assert session.runtime.positions(3) == fresh.runtime.positions(3)
             session.set_method(Full())
             session.truncate(200)
-            # to the last bits: a product's hang on where its rows lie on an EPYC Turin (1.5e-6)
-            torch.testing.assert_close(session.decode(4), full.decode(4), atol=1e-5, rtol=0)
+            # tokens that were forgotten are read again as one prompt, those of the answer with it,
+            # and a product's last bits hang on how many rows it has
+            full.truncate(0)
+            full.prefill([*ids, 4, 5, 6])
+            full.truncate(200)
+            assert torch.equal(session.decode(4), full.decode(4))
 
 
 @pytest.mark.parametrize("method", SOME, ids=lambda m: m.name)
