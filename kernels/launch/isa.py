@@ -1,14 +1,17 @@
 """What this CPU multiplies fast, and so which form of each product runs: decided here, once.
 
 Every CPU launcher asks this file. An instruction set is one word, least first: "default" (no AVX2),
-"avx2", "avx512", "avx512_bf16", "amx"; "other" is a CPU of another make, such as ARM. Emulated
-sets count: ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA take instructions away, and
-FBGEMM_ENABLE_INSTRUCTIONS=AVX2 from the integer products of kernels/quant/torch_forms
-(`python -m tools.speed.cpu_forms` measures each choice under each of them, docs/PERFORMANCE.md).
+"avx2", "avx512", "avx512_bf16", "amx" of an x86; "neon", "neon_dot" (products of 8 bits and of
+float16), "neon_bf16" (of bfloat16 too) of an ARM; "other" is a CPU of another make. Emulated sets
+count: ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA take instructions away from an x86, OMNIKV_ARM
+from an ARM, and FBGEMM_ENABLE_INSTRUCTIONS=AVX2 from the integer products of
+kernels/quant/torch_forms (`python -m tools.speed.cpu_forms` measures each choice of an x86 under
+each of them, docs/PERFORMANCE.md; an ARM's were not measured).
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import platform
@@ -16,6 +19,15 @@ import platform
 import torch
 
 SETS = ("default", "avx2", "avx512", "avx512_bf16", "amx")
+ARM_SETS = ("neon", "neon_dot", "neon_bf16")
+# what each of ARM_SETS behind the first needs: bits of Linux' AT_HWCAP and AT_HWCAP2 (asm/hwcap.h:
+# FPHP, ASIMDHP, ASIMDDP; I8MM, BF16), and names of macOS' sysctl below hw.optional.arm
+_AT_HWCAP, _AT_HWCAP2 = 16, 26
+_ARM_BITS = {"neon_dot": (1 << 9 | 1 << 10 | 1 << 20, 0), "neon_bf16": (0, 1 << 13 | 1 << 14)}
+_ARM_NAMES = {
+    "neon_dot": ("FEAT_DotProd", "FEAT_FP16"),
+    "neon_bf16": ("FEAT_BF16", "FEAT_I8MM"),
+}
 FEW = 64  # queries under one K/V head of a decode step, at most
 # ONEDNN_MAX_CPU_ISA's words, as the most that they leave; words not named here leave everything
 _ONEDNN = {
@@ -35,11 +47,14 @@ _ATEN = {"DEFAULT": "default", "NO AVX": "default", "AVX2": "avx2"}
 
 @functools.cache
 def isa() -> str:
-    """Name the instruction set that torch and oneDNN use in this process: one of SETS or "other".
+    """Name the instruction set that this process uses: one of SETS or ARM_SETS, or "other".
 
-    The least of what the processor has, what ATEN_CPU_CAPABILITY leaves to torch's own kernels and
-    what ONEDNN_MAX_CPU_ISA leaves to oneDNN.
+    On an x86 the least of what the processor has, what ATEN_CPU_CAPABILITY leaves to torch's own
+    kernels and what ONEDNN_MAX_CPU_ISA leaves to oneDNN; on an ARM what OMNIKV_ARM leaves to our
+    own kernels, whatever torch takes.
     """
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return least_arm(_arm_hardware(), os.environ.get("OMNIKV_ARM", ""))
     if platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686"):
         return "other"
     return least(_hardware(), torch.backends.cpu.get_cpu_capability(), os.environ)
@@ -54,6 +69,48 @@ def least(hardware: str, aten: str, environ: os._Environ[str] | dict[str, str]) 
     limit = environ.get("ONEDNN_MAX_CPU_ISA", environ.get("DNNL_MAX_CPU_ISA", "")).upper()
     found = (hardware, _ATEN.get(aten, "amx"), _ONEDNN.get(limit, "amx"))
     return min(found, key=SETS.index)
+
+
+def least_arm(hardware: str, limit: str) -> str:
+    """Name the least of a processor's set and a limit, both of ARM_SETS; another word limits
+    nothing.
+    """
+    return min(hardware, limit if limit in ARM_SETS else hardware, key=ARM_SETS.index)
+
+
+def _arm_hardware() -> str:
+    """The most of ARM_SETS that every core has; "neon", which each of 64 bits has, where the system
+    does not say.
+    """
+    has = _darwin_has if platform.system() == "Darwin" else _linux_has
+    found = ARM_SETS[0]
+    for name in ARM_SETS[1:]:
+        try:
+            if not has(name):
+                break
+        except (OSError, AttributeError):  # no C library of that name, or no such function
+            break
+        found = name
+    return found
+
+
+def _linux_has(name: str) -> bool:
+    getauxval = ctypes.CDLL(None).getauxval
+    getauxval.restype, getauxval.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+    needed = zip(_ARM_BITS[name], (_AT_HWCAP, _AT_HWCAP2))
+    return all(getauxval(kind) & bits == bits for bits, kind in needed)
+
+
+def _darwin_has(name: str) -> bool:
+    ask = ctypes.CDLL(None).sysctlbyname
+    for feature in _ARM_NAMES[name]:
+        found, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
+        key = f"hw.optional.arm.{feature}".encode()
+        if ask(key, ctypes.byref(found), ctypes.byref(size), None, ctypes.c_size_t(0)):
+            return False
+        if not found.value:
+            return False
+    return True
 
 
 def _hardware() -> str:
@@ -74,9 +131,9 @@ def multiplies(dtype: torch.dtype, found: str | None = None) -> bool:
     """
     found = isa() if found is None else found
     if dtype == torch.bfloat16:
-        return found in ("avx512_bf16", "amx", "other")
+        return found in ("avx512_bf16", "amx", "neon_bf16", "other")
     # every CPU with AMX has AVX512-FP16
-    return dtype == torch.float32 or found in ("amx", "other")
+    return dtype == torch.float32 or found in ("amx", "neon_dot", "neon_bf16", "other")
 
 
 def fuses(dtype: torch.dtype, queries: int, found: str | None = None) -> bool:

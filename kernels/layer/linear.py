@@ -70,7 +70,7 @@ def choose_form(
         return "left"
     if weight.dtype == torch.bfloat16 and found == "avx512_bf16":
         return "packed" if copy and torch.backends.mkldnn.is_available() else "plain"
-    # ARM multiplies 16 bits natively
+    # ARM from neon_dot or neon_bf16 on, and a CPU that is not known
     return "plain"
 
 

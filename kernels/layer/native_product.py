@@ -18,6 +18,7 @@ from kernels.native.library import Binding, Case, check, loaded
 
 # rows up to which they are faster than torch's operators (docs/PERFORMANCE.md)
 ROWS = {"avx2": 16, "avx512": 64, "avx512_bf16": 64, "amx": 64}
+ARM_ROWS = 16  # not measured
 # bfloat16 with instructions of its own: oneDNN packs a weight for more
 PAIRED_ROWS = 16
 
@@ -53,8 +54,8 @@ class Product:
         kind = FLOATS[weight.dtype]
         self._matrix = _Matrix(weight.data_ptr(), pointer, kind, self.outputs, self.inputs)
         self._at = ctypes.addressof(self._matrix)
-        paired = weight.dtype == torch.bfloat16 and isa() in ("avx512_bf16", "amx")
-        self.most_rows = PAIRED_ROWS if paired else ROWS.get(isa(), 0)
+        paired = weight.dtype == torch.bfloat16 and isa() in ("avx512_bf16", "amx", "neon_bf16")
+        self.most_rows = PAIRED_ROWS if paired else ROWS.get(isa(), ARM_ROWS)
 
     def __call__(
         self,

@@ -10,7 +10,7 @@ extern "C" int omnikv_attend_packed(const Call *c, int kind);
 extern "C" int omnikv_attend(const Call *c, int kind) {
     if (kind == FLOAT32) attend<Float32, Float32>(*c);
     else if (kind == BFLOAT16) attend<BFloat16, BFloat16>(*c);
-#if defined(__F16C__)
+#if defined(HAS_FLOAT16)
     else if (kind == FLOAT16) attend<Float16, Float16>(*c);
 #endif
     else return omnikv_attend_packed(c, kind);
@@ -87,7 +87,7 @@ static int attend_heads(const Call &given, int kind, const char *q, char *out) {
 extern "C" int omnikv_attend_heads(const Call *c, int kind, const char *q, char *out, int q_kind) {
     if (q_kind == FLOAT32) return attend_heads<Float32>(*c, kind, q, out);
     if (q_kind == BFLOAT16) return attend_heads<BFloat16>(*c, kind, q, out);
-#if defined(__F16C__)
+#if defined(HAS_FLOAT16)
     if (q_kind == FLOAT16) return attend_heads<Float16>(*c, kind, q, out);
 #endif
     return 1;

@@ -4,6 +4,7 @@
 #include "call.h"
 #include "int4.h"
 #include "int8.h"
+#include "int8_dot.h"
 #include "pairs.h"
 
 namespace {
@@ -14,6 +15,7 @@ constexpr int MOST = 8;  // queries of one tile: their sums fit the registers
 #else
 constexpr int MOST = 4;
 #endif
+constexpr int BESIDE = W == 4 ? 4 : 1;  // rows whose sums are side by side: with one, a sum waits for itself
 constexpr int AHEAD = 32;   // rows between the one that is read and the one that is fetched
 
 // Products of T queries q [T][dim] with the keys `rows`: l [T][BLOCK].
@@ -22,15 +24,16 @@ INLINE void logits_of(const float *q, const char *const *rows, int count, int di
     int t = 0;
     for (; t + W <= count; t += W) {
         Floats sums[T][W];
-        for (int i = 0; i < W; i++) {
-            const char *row = rows[t + i];
-            fetch(rows[t + i + AHEAD], dim * K::bytes);
-            Floats s[T] = {};
-            for (int d = 0; d < dim; d += W) {
-                const Floats x = K::read(row, d);
-                for (int r = 0; r < T; r++) s[r] += x * load(q + r * dim + d);
-            }
-            for (int r = 0; r < T; r++) sums[r][i] = s[r];
+        for (int i = 0; i < W; i += BESIDE) {
+            for (int j = 0; j < BESIDE; j++) fetch(rows[t + i + j + AHEAD], dim * K::bytes);
+            Floats s[BESIDE][T] = {};
+            for (int d = 0; d < dim; d += W)
+                UNROLL for (int j = 0; j < BESIDE; j++) {
+                    const Floats x = K::read(rows[t + i + j], d);
+                    for (int r = 0; r < T; r++) s[j][r] += x * load(q + r * dim + d);
+                }
+            for (int j = 0; j < BESIDE; j++)
+                for (int r = 0; r < T; r++) sums[r][i + j] = s[j][r];
         }
         for (int r = 0; r < T; r++) store(l + r * BLOCK + t, totals(sums[r]));
     }
@@ -62,7 +65,7 @@ INLINE void add_columns(const float *l, const char *const *rows, int count, int 
 
 template <class V, int T>
 INLINE void add_values(const float *l, const char *const *rows, int count, int dim, float *out) {
-    constexpr int C = W == 16 && T <= 4 ? 4 : 2;
+    constexpr int C = W == 4 ? T <= 2 ? 8 : 4 : W == 16 && T <= 4 ? 4 : 2;
     int d = 0;
     for (; d + C * W <= dim; d += C * W) add_columns<V, T, C>(l, rows, count, dim, d, out);
     for (; d < dim; d += W) add_columns<V, T, 1>(l, rows, count, dim, d, out);
@@ -94,9 +97,20 @@ INLINE bool add_integer_values(const float *l, const char *const *rows, int coun
     }
     return true;
 }
+#elif defined(HAS_INTEGERS)
+template <int T>
+INLINE bool integer_logits_of(const float *q, const char *const *rows, const char *const *values, int count,
+                              int dim, float *l) {
+    return whole_logits<T>(q, rows, AHEAD, values, count, dim, l, BLOCK);
+}
+
+template <int T>
+INLINE bool add_integer_values(const float *l, const char *const *rows, int count, int dim, float *out) {
+    return add_whole_values<T, BLOCK>(l, rows, count, dim, out);
+}
 #endif
 
-#if defined(__AVX512BF16__)
+#if defined(HAS_PAIRS)
 template <int T>
 INLINE bool pair_logits_of(const float *q, const char *const *rows, int count, int dim, float *l) {
     alignas(64) uint16_t narrow[T * WIDEST];
@@ -185,10 +199,10 @@ static void attend_tile(const float *q, const Block &block, int dim, float scale
                         const int *limit, float *out, float *best, float *sum, float *logits, long ahead) {
     alignas(64) float l[T * BLOCK];
     const int count = block.count, up = (count + W - 1) / W * W;
-#if defined(__AVX512VNNI__)
+#if defined(HAS_INTEGERS)
     if (!K::integers || !integer_logits_of<T>(q, block.keys, block.values, count, dim, l))
 #endif
-#if defined(__AVX512BF16__)
+#if defined(HAS_PAIRS)
     if (!K::pairs || !pair_logits_of<T>(q, block.keys, count, dim, l))
 #endif
         logits_of<K, T>(q, block.keys, count, dim, l);
@@ -232,10 +246,10 @@ static void attend_tile(const float *q, const Block &block, int dim, float scale
                 store(weight, load(weight) * load(scales + i));
             }
     }
-#if defined(__AVX512VNNI__)
+#if defined(HAS_INTEGERS)
     if (V::integers && add_integer_values<T>(l, block.values, count, dim, out)) return;
 #endif
-#if defined(__AVX512BF16__)
+#if defined(HAS_PAIRS)
     if (V::pairs && dim % 32 == 0) return add_pair_values<T, BLOCK>(l, block.values, AHEAD, count, dim, out);
 #endif
     add_values<V, T>(l, block.values, count, dim, out);

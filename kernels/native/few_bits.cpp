@@ -28,7 +28,7 @@ struct Product {
 INLINE Floats read_as(int kind, const void *from, long i) {
     if (kind == FLOAT32) return Float32::read((const char *)from + 4 * i, 0);
     if (kind == BFLOAT16) return BFloat16::read((const char *)from + 2 * i, 0);
-#if defined(__F16C__)
+#if defined(HAS_FLOAT16)
     return Float16::read((const char *)from + 2 * i, 0);
 #else
     return Floats{};
@@ -55,6 +55,8 @@ INLINE void write_as(int kind, void *to, long i, Floats x) {
     }
 #if defined(__AVX512F__)
     else _mm256_storeu_si256((__m256i *)((uint16_t *)to + i), _mm512_cvtps_ph((__m512)x, 0));
+#elif defined(__ARM_NEON)
+    else *(Halves *)((uint16_t *)to + i) = (Halves)vcvt_f16_f32((float32x4_t)x);
 #elif defined(__F16C__)
     else _mm_storeu_si128((__m128i *)((uint16_t *)to + i), _mm256_cvtps_ph((__m256)x, 0));
 #endif
@@ -218,7 +220,7 @@ static void few_rows(const Product &p) {
 
 // ---- many rows
 
-constexpr int MR = 6, NV = W == 16 ? 4 : 2, NR = NV * W;  // a tile of sums in registers
+constexpr int MR = 6, NV = W == 8 ? 2 : 4, NR = NV * W;  // a tile of sums in registers
 constexpr int BLOCK_ROWS = 80 * MR;         // whose sums for NR outputs stay in L2
 constexpr int DEPTH = W == 16 ? 128 : 256;  // cells of NR outputs: 32 KB (AVX2: 16)
 
@@ -236,7 +238,7 @@ struct Singles {
     INLINE Floats add(Floats sum, Floats weights, Cell x) { return sum + weights * x; }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(HAS_PAIRS)
 // two columns of bfloat16 at a time
 struct Pairs {
     static constexpr int columns = 2;
@@ -252,14 +254,20 @@ struct Pairs {
         }
     }
     INLINE void weights(Cell *to, Floats first, Floats second) {
+#if defined(__ARM_NEON)
+        const bfloat16x8_t low = vcvtq_low_bf16_f32((float32x4_t)first);
+        const uint16x8_t both = (uint16x8_t)vcvtq_high_bf16_f32(low, (float32x4_t)second);
+        const uint16x8_t apart = vextq_u16(both, both, 4);
+        store((float *)to, (Floats)vzip1q_u16(both, apart));
+#else
         const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
                                                23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
         const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
         _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, both));
+#endif
     }
     INLINE Floats add(Floats sum, Floats weights, Cell x) {
-        const __m512bh both = (__m512bh)_mm512_set1_epi32(x);
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512)weights, both);
+        return add_pairs(sum, weights, (Floats)(Ints{} + (int32_t)x));
     }
 };
 #endif
@@ -370,7 +378,7 @@ static void many_rows(const Product &p) {
 template <int BITS, class S>
 static void multiply(const Product &p, int many) {
     if (!many) few_rows<BITS, S>(p);
-#if defined(__AVX512BF16__)
+#if defined(HAS_PAIRS)
     else if (p.kind == BFLOAT16) many_rows<BITS, S, Pairs>(p);
 #endif
     else many_rows<BITS, S, Singles>(p);
@@ -380,7 +388,7 @@ template <int BITS>
 static void multiply(const Product &p, int many) {
     if (p.scale_kind == FLOAT32) multiply<BITS, Float32>(p, many);
     else if (p.scale_kind == BFLOAT16) multiply<BITS, BFloat16>(p, many);
-#if defined(__F16C__)
+#if defined(HAS_FLOAT16)
     else multiply<BITS, Float16>(p, many);
 #endif
 }

@@ -66,6 +66,10 @@ INLINE Ints codes_at(const uint8_t *row) {
     return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)row));
 #elif defined(__AVX2__)
     return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)row));
+#elif defined(__ARM_NEON)
+    uint32_t four;
+    memcpy(&four, row, sizeof four);
+    return (Ints)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
 #else
     Ints found;
     for (int i = 0; i < W; i++) found[i] = row[i];
@@ -74,12 +78,36 @@ INLINE Ints codes_at(const uint8_t *row) {
 }
 INLINE Ints codes_at(const int32_t *row) { return *(const Ints *)row; }
 
+// Entries code % (2 W) of a table of two vectors.
+INLINE Floats of_two(const float *table, Ints code) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_permutex2var_ps((__m512)load(table), (__m512i)code, (__m512)load(table + W));
+#elif defined(__AVX2__)
+    const __m256 low = _mm256_permutevar8x32_ps((__m256)load(table), (__m256i)code);
+    const __m256 high = _mm256_permutevar8x32_ps((__m256)load(table + W), (__m256i)code);
+    return (Floats)_mm256_blendv_ps(low, high, (__m256)(code << 28));
+#else
+    Floats found;
+    for (int i = 0; i < W; i++) found[i] = table[code[i] & (2 * W - 1)];
+    return found;
+#endif
+}
+
 // Entries of a table of `sums` floats, HELD at most and whole vectors in memory.
 INLINE Floats looked_up(const float *table, int sums, Ints code) {
-    Floats found = __builtin_shuffle(load(table), load(table + W), code);
-    for (int at = 2 * W; at < sums; at += 2 * W)
-        found = code >= at ? __builtin_shuffle(load(table + at), load(table + at + W), code) : found;
+#if defined(__ARM_NEON)  // by their bytes; what lies outside a part of the table stays
+    const uint8x16_t bytes = (uint8x16_t)(code * 0x04040404 + 0x03020100);
+    uint8x16_t found = {};
+    for (int at = 0; at < sums; at += 2 * W) {
+        const uint8x16x2_t part = {{(uint8x16_t)load(table + at), (uint8x16_t)load(table + at + W)}};
+        found = vqtbx2q_u8(found, part, vsubq_u8(bytes, vdupq_n_u8((uint8_t)(4 * at))));
+    }
+    return (Floats)found;
+#else
+    Floats found = of_two(table, code);
+    for (int at = 2 * W; at < sums; at += 2 * W) found = code >= at ? of_two(table + at, code) : found;
     return found;
+#endif
 }
 
 // Entries of a row of a table in memory: whole pairs of vectors.

@@ -47,6 +47,22 @@ struct Int4Keys {  // three planes of six bits, and the fourth number in the upp
             _mm_storeu_si128((__m128i *)(out + half + 2 * i), _mm_unpacklo_epi8(two, fourth));
             _mm_storeu_si128((__m128i *)(out + half + 2 * i + 16), _mm_unpackhi_epi8(two, fourth));
         }
+#elif defined(__ARM_NEON)
+        const uint8x16_t six = vdupq_n_u8(63), upper = vdupq_n_u8(192), flipped = vdupq_n_u8(42);
+        const int8x16_t less = vdupq_n_s8(32);
+        for (; i + 16 <= quarter; i += 16) {
+            const uint8x16_t x = vld1q_u8((const uint8_t *)row + i);
+            const uint8x16_t y = vld1q_u8((const uint8_t *)row + quarter + i);
+            const uint8x16_t z = vld1q_u8((const uint8_t *)row + half + i);
+            uint8x16_t fourth = vshrq_n_u8(vandq_u8(x, upper), 2);
+            fourth = vorrq_u8(fourth, vshrq_n_u8(vandq_u8(y, upper), 4));
+            fourth = veorq_u8(vorrq_u8(fourth, vshrq_n_u8(z, 6)), flipped);
+            const int8x16x2_t first = {{vsubq_s8(vreinterpretq_s8_u8(vandq_u8(x, six)), less),
+                                        vsubq_s8(vreinterpretq_s8_u8(vandq_u8(z, six)), less)}};
+            const int8x16x2_t second = {{vsubq_s8(vreinterpretq_s8_u8(vandq_u8(y, six)), less),
+                                         vsubq_s8(vreinterpretq_s8_u8(fourth), less)}};
+            vst2q_s8(out + 2 * i, first), vst2q_s8(out + half + 2 * i, second);
+        }
 #endif
         for (; i < quarter; i++) {
             const int x = (uint8_t)row[i], y = (uint8_t)row[quarter + i], z = (uint8_t)row[half + i];
@@ -86,6 +102,14 @@ struct Int4Values {  // a nibble of an element's number and 8
             _mm256_storeu_si256((__m256i *)(out + i), _mm256_sign_epi8(low, sign));
             _mm256_storeu_si256((__m256i *)(out + half + i),
                                 _mm256_sign_epi8(_mm256_sub_epi8(high, eight), sign));
+        }
+#elif defined(__ARM_NEON)
+        for (; i + 16 <= half; i += 16) {
+            const uint8x16_t x = vld1q_u8((const uint8_t *)row + i);
+            const int8x16_t low = vsubq_s8(vreinterpretq_s8_u8(vandq_u8(x, vdupq_n_u8(15))), vdupq_n_s8(8));
+            const int8x16_t high = vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(x, 4)), vdupq_n_s8(8));
+            vst1q_s8(out + i, less ? vnegq_s8(low) : low);
+            vst1q_s8(out + half + i, less ? vnegq_s8(high) : high);
         }
 #endif
         for (; i < half; i++) {

@@ -80,6 +80,9 @@ _AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")))
 _WIDE = (*_AVX512, "-mprefer-vector-width=512")
 _PAIRS = (*_WIDE, "-mavx512vnni", "-mavx512bf16")
 SETS = {"avx2": _AVX2, "avx512": _WIDE, "avx512_bf16": _PAIRS, "amx": _PAIRS}
+_DOT = "-march=armv8.2-a+fp16+dotprod"
+ARM_SETS = {"neon": (), "neon_dot": (_DOT,), "neon_bf16": (f"{_DOT}+i8mm+bf16",)}
+_FLAGS_OF = {**SETS, **ARM_SETS}
 COMPILING = "compiling this CPU's kernels, once: 10 to 20 seconds"
 PATIENCE = 120  # seconds that compilers may take
 HEARD = 1 << 16  # bytes that are kept of what a compiler says
@@ -207,19 +210,25 @@ def to_compile() -> bool:
     return not any(cache.whole(folder / _name(compiler, flags)) for folder in cache.kept())
 
 
-def prebuild(folder: Path, *sets: str) -> None:
-    """Compile a library for each of these instruction sets, all without any, into `folder`, which
-    a wheel has as PREBUILT. The compiler's own machine does not matter. Raises RuntimeError where
+def prebuild(folder: Path, *sets: str, compiler: str | None = None) -> None:
+    """Compile a library for each of these instruction sets, without any all of this machine's kind,
+    into `folder`, which a wheel has as PREBUILT. compiler: one whose programs run on machines of
+    another kind; None for this machine's, whose own CPU does not matter. Raises RuntimeError where
     it fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        compiler = _found_compiler()
-        for name in sets or SETS:
-            flags = *FLAGS, *SETS[name]
+        compiler = compiler or _found_compiler()
+        for name in sets or own_sets():
+            flags = *FLAGS, *_FLAGS_OF[name]
             _compile(compiler, flags, folder / f"{name}.so", _stamp(flags))
     except _Missing as error:
         raise RuntimeError(str(error)) from None
+
+
+def own_sets() -> dict[str, tuple[str, ...]]:
+    """The flags of each instruction set that this machine's compiler knows, least first."""
+    return ARM_SETS if isa() in ARM_SETS else SETS
 
 
 def _prebuilt() -> Path | None:
@@ -237,9 +246,9 @@ def _flags() -> tuple[str, ...]:
         raise _Missing("OMNIKV_NATIVE=0")
     if os.name != "posix":
         raise _Missing(f"no kernels for {sys.platform}")
-    if isa() not in SETS:
+    if isa() not in _FLAGS_OF:
         raise _Missing(f"no kernels for instruction set {isa()!r}")
-    return *FLAGS, *SETS[isa()]
+    return *FLAGS, *_FLAGS_OF[isa()]
 
 
 def _compiler() -> tuple[str, tuple[str, ...]]:

@@ -4,10 +4,12 @@
 
 namespace {
 
-// A tile of sums. Of the second factor it takes a strip of 2 vectors, which stays in the first cache for
+// A tile of sums. Of the second factor it takes a strip of 2 or 4 vectors, which stays in the first cache for
 // all rows: 128 rows of a strip are 16 KB.
 #if defined(__AVX512F__)
 constexpr int ROWS = 12, VECTORS = 2;
+#elif defined(__ARM_NEON)
+constexpr int ROWS = 6, VECTORS = 4;
 #else
 constexpr int ROWS = 6, VECTORS = 2;
 #endif
@@ -21,8 +23,8 @@ struct Left {
 // sum + a b. PAIRS: of both halves of their elements, which are bfloat16.
 template <bool PAIRS>
 INLINE Floats add(Floats sum, Floats a, Floats b) {
-#if defined(__AVX512BF16__)
-    if (PAIRS) return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#if defined(HAS_PAIRS)
+    if (PAIRS) return add_pairs(sum, a, b);
 #endif
     return sum + a * b;
 }

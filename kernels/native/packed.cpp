@@ -5,7 +5,7 @@
 extern "C" int omnikv_attend_packed(const Call *c, int kind) {
     if (kind == INT8) attend<Int8, Int8>(*c);
     else if (kind == INT4) attend<Int4Keys, Int4Values>(*c);
-#if defined(__F16C__)
+#if defined(HAS_FLOAT16)
     else if (kind == FP8) attend<Float8, Float8>(*c);
 #endif
     else return 1;

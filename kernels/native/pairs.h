@@ -1,12 +1,14 @@
-// Rows of bfloat16 multiplied in pairs, two products an element of a vector: with AVX512-BF16 half
-// the instructions of float32, and none to convert. Sums are float32.
+// Rows of bfloat16 multiplied in pairs, two products an element of a vector: with AVX512-BF16 or ARM's
+// BFDOT half the instructions of float32, and none to convert. Sums are float32.
 #pragma once
 #include "vector.h"
 
 namespace {
 
-#if defined(__AVX512BF16__)
-INLINE __m512bh thirty_two(const void *from) { return (__m512bh)_mm512_loadu_si512(from); }
+#if defined(HAS_PAIRS)
+constexpr int PAIRED = W == 4 ? 4 : 1;  // rows whose sums are side by side: with one, a sum waits for itself
+
+INLINE Floats paired(const void *from) { return load((const float *)from); }  // 2 W elements
 
 // T queries as bfloat16; false where one is no such number: rounding it would move its logits.
 template <int T>
@@ -22,58 +24,72 @@ INLINE bool narrowed(const float *q, int dim, uint16_t *to) {
     return true;
 }
 
-// Products of T queries q [T][dim] with `rows`, dim in 32s: l [T][apart].
+// Products of T queries q [T][dim] with `rows`, dim in 2 Ws: l [T][apart].
 template <int T>
 INLINE void pair_logits(const uint16_t *q, const char *const *rows, int ahead, int count, int dim, float *l,
                         int apart) {
     for (int t = 0; t < count; t += W) {
         Floats sums[T][W] = {};
-        for (int i = 0; i < W && t + i < count; i++) {
-            fetch(rows[t + i + ahead], 2 * dim);
-            __m512 s[T];
-            for (int r = 0; r < T; r++) s[r] = _mm512_setzero_ps();
-            for (int d = 0; d < dim; d += 32) {
-                const __m512bh x = thirty_two(rows[t + i] + 2 * d);
-                for (int r = 0; r < T; r++) s[r] = _mm512_dpbf16_ps(s[r], x, thirty_two(q + r * dim + d));
-            }
-            for (int r = 0; r < T; r++) sums[r][i] = (Floats)s[r];
+        for (int i = 0; i < W && t + i < count; i += PAIRED) {
+            for (int j = 0; j < PAIRED; j++) fetch(rows[t + i + j + ahead], 2 * dim);
+            Floats s[PAIRED][T] = {};
+            for (int d = 0; d < dim; d += 2 * W)
+                UNROLL for (int j = 0; j < PAIRED; j++) {
+                    const Floats x = paired(rows[t + i + j] + 2 * d);
+                    for (int r = 0; r < T; r++) s[j][r] = add_pairs(s[j][r], x, paired(q + r * dim + d));
+                }
+            for (int j = 0; j < PAIRED; j++)
+                for (int r = 0; r < T; r++) sums[r][i + j] = s[j][r];
         }
         for (int r = 0; r < T; r++) store(l + r * apart + t, totals(sums[r]));
     }
 }
 
-// Adds pairs of weights [T][apart / 2] times the values `rows` to columns d .. d + 32 C - 1 of out.
-// A row's elements meet those of the next: unpacked, the columns of a vector lie in another order,
-// which the sums are freed of at the end.
+// Rows one and two, 2 W elements of each: low and high get pairs of an element of both. On x86 the columns
+// of a vector lie in another order then.
+INLINE void put_together(const char *one, const char *two, Floats &low, Floats &high) {
+#if defined(__ARM_NEON)
+    const uint16x8_t x = (uint16x8_t)paired(one), y = (uint16x8_t)paired(two);
+    low = (Floats)vzip1q_u16(x, y), high = (Floats)vzip2q_u16(x, y);
+#else
+    const __m512i x = _mm512_loadu_si512(one), y = _mm512_loadu_si512(two);
+    low = (Floats)_mm512_unpacklo_epi16(x, y), high = (Floats)_mm512_unpackhi_epi16(x, y);
+#endif
+}
+
+// Adds sums of what `put_together` gave to 2 W columns.
+INLINE void add_together(Floats low, Floats high, float *at) {
+#if !defined(__ARM_NEON)
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    const Floats held = (Floats)_mm512_permutex2var_ps((__m512)low, first, (__m512)high);
+    high = (Floats)_mm512_permutex2var_ps((__m512)low, second, (__m512)high), low = held;
+#endif
+    store(at, load(at) + low), store(at + W, load(at + W) + high);
+}
+
+// Adds pairs of weights [T][apart / 2] times the values `rows` to columns d .. d + 2 W C - 1 of out: a row's
+// elements meet those of the next.
 template <int T, int C>
 INLINE void add_pair_columns(const uint32_t *weights, int apart, const char *const *rows, int ahead, int count,
                              int dim, int d, float *out) {
-    __m512 s[T][2 * C];
-    for (int r = 0; r < T; r++)
-        for (int c = 0; c < 2 * C; c++) s[r][c] = _mm512_setzero_ps();
+    Floats s[T][2 * C] = {};
     for (int t = 0; t < count; t += 2) {
-        fetch(rows[t + ahead] + 2 * d, 64 * C);
-        fetch(rows[t + 1 + ahead] + 2 * d, 64 * C);
-        __m512bh x[2 * C];
+        fetch(rows[t + ahead] + 2 * d, 4 * W * C);
+        fetch(rows[t + 1 + ahead] + 2 * d, 4 * W * C);
+        Floats x[2 * C];
         for (int c = 0; c < C; c++) {
-            const __m512i one = _mm512_loadu_si512(rows[t] + 2 * (d + 32 * c));
-            const __m512i two = _mm512_loadu_si512(rows[t + 1] + 2 * (d + 32 * c));
-            x[2 * c] = (__m512bh)_mm512_unpacklo_epi16(one, two);
-            x[2 * c + 1] = (__m512bh)_mm512_unpackhi_epi16(one, two);
+            const long at = 2 * (d + 2 * W * c);
+            put_together(rows[t] + at, rows[t + 1] + at, x[2 * c], x[2 * c + 1]);
         }
         for (int r = 0; r < T; r++) {
-            const __m512bh w = (__m512bh)_mm512_set1_epi32(weights[r * (apart / 2) + t / 2]);
-            for (int c = 0; c < 2 * C; c++) s[r][c] = _mm512_dpbf16_ps(s[r][c], w, x[c]);
+            const Floats w = (Floats)(Ints{} + (int32_t)weights[r * (apart / 2) + t / 2]);
+            for (int c = 0; c < 2 * C; c++) s[r][c] = add_pairs(s[r][c], w, x[c]);
         }
     }
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
     for (int r = 0; r < T; r++)
-        for (int c = 0; c < C; c++) {
-            float *at = out + r * dim + d + 32 * c;
-            store(at, load(at) + (Floats)_mm512_permutex2var_ps(s[r][2 * c], first, s[r][2 * c + 1]));
-            store(at + 16, load(at + 16) + (Floats)_mm512_permutex2var_ps(s[r][2 * c], second, s[r][2 * c + 1]));
-        }
+        for (int c = 0; c < C; c++)
+            add_together(s[r][2 * c], s[r][2 * c + 1], out + r * dim + d + 2 * W * c);
 }
 
 // Adds weights l [T][apart], zeros behind `count`, times the values `rows` to out [T][dim].
@@ -81,15 +97,13 @@ template <int T, int apart>
 INLINE void add_pair_values(const float *l, const char *const *rows, int ahead, int count, int dim, float *out) {
     alignas(64) uint32_t weights[T][apart / 2];
     for (int r = 0; r < T; r++)
-        for (int i = 0; i < count; i += W) {
-            const __m256bh narrow = _mm512_cvtneps_pbh((__m512)load(l + r * apart + i));
-            memcpy((uint16_t *)weights[r] + i, &narrow, sizeof narrow);
-        }
-    constexpr int C = T <= 4 ? 2 : 1;
+        for (int i = 0; i < count; i += W)
+            *(Halves *)((uint16_t *)weights[r] + i) = narrow_halves(load(l + r * apart + i));
+    constexpr int C = W == 4 && T <= 2 ? 4 : T <= 4 ? 2 : 1;
     int d = 0;
-    for (; d + 32 * C <= dim; d += 32 * C)
+    for (; d + 2 * W * C <= dim; d += 2 * W * C)
         add_pair_columns<T, C>(weights[0], apart, rows, ahead, count, dim, d, out);
-    for (; d < dim; d += 32) add_pair_columns<T, 1>(weights[0], apart, rows, ahead, count, dim, d, out);
+    for (; d < dim; d += 2 * W) add_pair_columns<T, 1>(weights[0], apart, rows, ahead, count, dim, d, out);
 }
 #endif
 

@@ -13,7 +13,7 @@ namespace {
 constexpr int NEAR = 256;         // rows of a block of keys
 constexpr int UNIT = 480;         // queries x group of one unit of work: they share a block's packing
 constexpr int R = 6;              // rows of a product's tile
-constexpr int N = W == 16 ? 4 : 2;  // and its vectors: 24 (12) sums stay in registers
+constexpr int N = W == 8 ? 2 : 4;  // and its vectors: 24 (12) sums stay in registers
 constexpr int PANEL = N * W;
 
 // What products multiply. `step`: inner dimensions of one element of a row.
@@ -33,16 +33,14 @@ INLINE uint16_t rounded(float x) {  // to bfloat16, ties to even
     return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-#if defined(__AVX512BF16__)
+#if defined(HAS_PAIRS)
 struct Pairs {
     typedef uint32_t Element;
     static constexpr int step = 2;
-    typedef __m512i Lanes;
-    INLINE Lanes lanes(const Element *from) { return _mm512_loadu_si512(from); }
-    INLINE Lanes everywhere(Element a) { return _mm512_set1_epi32(a); }
-    INLINE Floats product(Floats sum, Lanes a, Lanes b) {
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-    }
+    typedef Floats Lanes;
+    INLINE Lanes lanes(const Element *from) { return load((const float *)from); }
+    INLINE Lanes everywhere(Element a) { return (Floats)(Ints{} + (int32_t)a); }
+    INLINE Floats product(Floats sum, Lanes a, Lanes b) { return add_pairs(sum, a, b); }
 };
 #endif
 
@@ -195,10 +193,9 @@ INLINE void soften(const Call &c, Work<M> &w, float *x, int low, int high, int a
         Floats y = exponential(load(x + i) - base);
         added += y;
         if (X::scaled) y *= load(w.value_scale + i);
-#if defined(__AVX512BF16__)
+#if defined(HAS_PAIRS)
         if (M::step == 2) {
-            const __m256bh narrow = _mm512_cvtneps_pbh((__m512)y);
-            memcpy((uint16_t *)to + i, &narrow, sizeof narrow);
+            *(Halves *)((uint16_t *)to + i) = narrow_halves(y);
             continue;
         }
 #endif
@@ -311,14 +308,14 @@ static int run(const Call &c) {
 // kinds of q, a float, and of rows, q's or INT8. Returns 0, 1 for a pair that this build lacks, or 2
 // without memory.
 extern "C" int omnikv_prefill(const Call *c, int q, int rows) {
-#if defined(__AVX512BF16__)
+#if defined(HAS_PAIRS)
     if (q == BFLOAT16 && rows == BFLOAT16) return run<Pairs, BFloat16, BFloat16>(*c);
 #else
     if (q == BFLOAT16 && rows == BFLOAT16) return run<Single, BFloat16, BFloat16>(*c);
 #endif
     if (q == FLOAT32 && rows == FLOAT32) return run<Single, Float32, Float32>(*c);
     if (q == FLOAT32 && rows == INT8) return run<Single, Float32, Int8>(*c);
-#if defined(__F16C__)
+#if defined(HAS_FLOAT16)
     if (q == FLOAT16 && rows == FLOAT16) return run<Single, Float16, Float16>(*c);
 #endif
     return 1;

@@ -26,17 +26,15 @@ struct Each {
     INLINE void keep(float *to, Floats x) { store(to, x); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(HAS_PAIRS)
 struct Pairs {
     typedef BFloat16 Kind;
     typedef uint16_t Element;
-    typedef __m512i Part;
+    typedef Floats Part;
     static constexpr int width = 2 * W;
-    INLINE Part read(const char *w) { return _mm512_loadu_si512(w); }
-    INLINE Part x(const uint16_t *x) { return _mm512_loadu_si512(x); }
-    INLINE Floats add(Floats sum, Part w, Part x) {
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
-    }
+    INLINE Part read(const char *w) { return load((const float *)w); }
+    INLINE Part x(const uint16_t *x) { return load((const float *)x); }
+    INLINE Floats add(Floats sum, Part w, Part x) { return add_pairs(sum, w, x); }
     INLINE void keep(uint16_t *to, Floats x) { Kept<BFloat16>::write(to, x); }
 };
 #endif
@@ -117,7 +115,8 @@ INLINE void add_columns(const char *w, long bytes, const typename P::Element *x,
 template <class P, int T>
 INLINE void add_block(const char *w, long bytes, int count, const typename P::Element *x, int ahead, int from,
                       int to, Floats *sums) {
-    constexpr int R = T > 4 || (T > 2 && W == 16) ? 4 : T > 2 ? 2 : 1, U = T > 2 ? 1 : 2;
+    // vectors of four take as many sums more: a sum waits for itself, and 32 registers have room
+    constexpr int R = T > 4 || (T > 2 && W == 16) || W == 4 ? 4 : T > 2 ? 2 : 1, U = T > 2 ? 1 : 2;
     const bool whole = (to - from) * (long)P::Kind::bytes == bytes;
     const long fetch = whole && AHEAD >= R * bytes ? AHEAD : R * bytes;
     int o = 0;
@@ -218,12 +217,12 @@ extern "C" int omnikv_product(const Matrix *matrix, const char *x, const char *n
                               int wide_norm, float offset) {
     const Call c = {matrix, x, norm, residual, out, eps, rows, gated, wide, threads, {wide_norm, offset}};
     if (matrix->kind == FLOAT32) return run<Each<Float32>>(c);
-#if defined(__AVX512BF16__)
+#if defined(HAS_PAIRS)
     if (matrix->kind == BFLOAT16) return run<Pairs>(c);
 #else
     if (matrix->kind == BFLOAT16) return run<Each<BFloat16>>(c);
 #endif
-#if defined(__F16C__)
+#if defined(HAS_FLOAT16)
     if (matrix->kind == FLOAT16) return run<Each<Float16>>(c);
 #endif
     return 1;

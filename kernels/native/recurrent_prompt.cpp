@@ -52,7 +52,7 @@ struct Work {
     }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(HAS_PAIRS)
 // Products of queries and keys as they are stored, two elements at a time, without rounding; lengths after.
 INLINE void among_pairs(const Call &c, const char *q, const char *k, int size, const Work &w) {
     const int pairs = c.dk / 2;
@@ -88,7 +88,7 @@ INLINE void open_chunk(const Call &c, int b, int head, int first, int size, cons
         w.lengths[i] = unit<K>(k + i * c.k_row, c.dk, c.eps, 1, w.k + i * c.dk);
         w.lengths[CHUNK + i] = unit<K>(q + i * c.q_row, c.dk, c.eps, factor, w.q + i * c.dk);
     }
-#if defined(__AVX512BF16__)
+#if defined(HAS_PAIRS)
     if (K::pairs && c.dk % 2 == 0 && c.dk <= c.dv) return among_pairs(c, q, k, size, w);
 #endif
     turn_across(w.k, size, c.dk, w.across, CHUNK);

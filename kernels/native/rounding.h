@@ -26,7 +26,7 @@ struct Kept<BFloat16> {
     }
 };
 
-#if defined(__F16C__)
+#if defined(HAS_FLOAT16)
 template <>
 struct Kept<Float16> {
     typedef uint16_t Element;
@@ -34,6 +34,10 @@ struct Kept<Float16> {
     INLINE __m256i narrow(Floats x) { return _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
     INLINE Floats rounded(Floats x) { return (Floats)_mm512_cvtph_ps(narrow(x)); }
     INLINE void write(uint16_t *to, Floats x) { _mm256_storeu_si256((__m256i *)to, narrow(x)); }
+#elif defined(__ARM_NEON)
+    INLINE float16x4_t narrow(Floats x) { return vcvt_f16_f32((float32x4_t)x); }
+    INLINE Floats rounded(Floats x) { return (Floats)vcvt_f32_f16(narrow(x)); }
+    INLINE void write(uint16_t *to, Floats x) { *(Halves *)to = (Halves)narrow(x); }
 #else
     INLINE __m128i narrow(Floats x) { return _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT); }
     INLINE Floats rounded(Floats x) { return (Floats)_mm256_cvtph_ps(narrow(x)); }

@@ -4,16 +4,6 @@
 
 namespace {
 
-// -ffp-contract=fast would make one rounding of this and a sum
-INLINE Floats rounded(Floats x) {
-    asm("" : "+v"(x));
-    return x;
-}
-INLINE float rounded(float x) {
-    asm("" : "+x"(x));
-    return x;
-}
-
 constexpr float LEAST = 1.17549435e-38f;  // 2^-126
 INLINE float normal(float scale) { return scale < LEAST ? 0 : scale; }
 INLINE float inverse_of(float scale) { return scale > 0 ? 1 / scale : 0; }
@@ -36,6 +26,10 @@ INLINE float reach_of(const float *x, int count) {
 INLINE void put(uint8_t *out, Ints x) {
 #if defined(__AVX512F__)
     _mm_storeu_si128((__m128i *)out, _mm512_cvtepi32_epi8((__m512i)x));
+#elif defined(__ARM_NEON)
+    const uint16x4_t narrow = vmovn_u32((uint32x4_t)x);
+    const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(narrow, narrow))), 0);
+    memcpy(out, &four, sizeof four);
 #else
     for (int i = 0; i < W; i++) out[i] = (uint8_t)x[i];
 #endif
@@ -49,7 +43,7 @@ INLINE void put_tail(uint8_t *out, float scale) {  // and four bytes of zero
 static void pack_int8(const float *x, int dim, uint8_t *out) {
     const float scale = normal(reach_of(x, dim) * (float)(1.0 / 127)), inverse = inverse_of(scale);
     for (int i = 0; i < dim; i += W) {
-        const Floats y = rounded(load(x + i) * inverse) + 0.5f;
+        const Floats y = apart(load(x + i) * inverse) + 0.5f;
         const Ints cut = __builtin_convertvector(y, Ints);  // towards 0
         put(out + i, cut + (Ints)(__builtin_convertvector(cut, Floats) > y));
     }
@@ -59,7 +53,7 @@ static void pack_int8(const float *x, int dim, uint8_t *out) {
 static void pack_fp8(const float *x, int dim, uint8_t *out) {
     const float scale = normal(reach_of(x, dim) * (float)(1.0 / 448)), inverse = inverse_of(scale);
     for (int i = 0; i < dim; i += W) {
-        const Floats y = rounded(load(x + i) * inverse);
+        const Floats y = apart(load(x + i) * inverse);
         const Ints size = size_bits(y);
         // subnormal below 2^-6: a sum whose last bit is 2^-9; else round to even at bit 20
         const Floats shifted = (Floats)size + 16384.f;
@@ -79,7 +73,7 @@ INLINE int numbers(const float *x, int dim, float inverse, int low, int32_t *out
     Ints sum = {};
     const Ints least = Ints{} - low, most = Ints{} + (low - 1);
     for (int i = 0; i < dim; i += W) {
-        const Floats y = rounded(load(x + i) * inverse) * 128.f;
+        const Floats y = apart(load(x + i) * inverse) * 128.f;
         const Ints finite = size_bits(y) < 0x7F800000;
         const Ints steps = __builtin_convertvector((Floats)((Ints)y & finite), Ints);
         Ints number = (steps + 64) >> 7;

@@ -236,9 +236,25 @@ typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
 INLINE uint32_t not_zero(Bytes x) {  // one bit for each
 #if defined(__AVX2__)
     return 0xffff ^ _mm_movemask_epi8((__m128i)(x == 0));
+#elif defined(__ARM_NEON)
+    const Bytes one = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const uint8x16_t bits = (uint8x16_t)((Bytes)(x != 0) & one);
+    return vaddv_u8(vget_low_u8(bits)) | (uint32_t)vaddv_u8(vget_high_u8(bits)) << 8;
 #else
     uint32_t found = 0;
     for (int i = 0; i < 16; i++) found |= (uint32_t)(x[i] != 0) << i;
+    return found;
+#endif
+}
+
+INLINE Bytes picked(Bytes from, Bytes at) {  // at: 0 .. 15
+#if defined(__AVX2__)
+    return (Bytes)_mm_shuffle_epi8((__m128i)from, (__m128i)at);
+#elif defined(__ARM_NEON)
+    return (Bytes)vqtbl1q_u8((uint8x16_t)from, (uint8x16_t)at);
+#else
+    Bytes found;
+    for (int i = 0; i < 16; i++) found[i] = from[at[i]];
     return found;
 #endif
 }
@@ -249,9 +265,9 @@ struct Set {
     void add(int code) { (code < 128 ? low : high)[code & 15] |= 1 << (code >> 4 & 7); }
     INLINE uint32_t has(const Set &set, Bytes codes) {
         const Bytes bits = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128}, half = codes >> 4;
-        const Bytes own = codes & 15, below = __builtin_shuffle(*(const Bytes *)set.low, own),
-                    above = __builtin_shuffle(*(const Bytes *)set.high, own);
-        return not_zero((half < 8 ? below : above) & __builtin_shuffle(bits, half));
+        const Bytes own = codes & 15, below = picked(*(const Bytes *)set.low, own),
+                    above = picked(*(const Bytes *)set.high, own);
+        return not_zero((half < 8 ? below : above) & picked(bits, half));
     }
 };
 

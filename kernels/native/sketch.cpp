@@ -28,7 +28,7 @@ void widen(const char *from, long count, float *to) {
 bool widen(int kind, const char *from, long count, float *to) {
     if (kind == FLOAT32) widen<Float32>(from, count, to);
     else if (kind == BFLOAT16) widen<BFloat16>(from, count, to);
-#if defined(__F16C__)
+#if defined(HAS_FLOAT16)
     else if (kind == FLOAT16) widen<Float16>(from, count, to);
 #endif
     else return false;

@@ -29,17 +29,7 @@ struct Call {
     Wide wide;
 };
 
-// A product that a sum is not fused with: torch rounds it.
-INLINE Floats apart(Floats x) {
-#if defined(__AVX512F__)
-    asm("" : "+v"(x));
-#elif defined(__AVX2__)
-    asm("" : "+x"(x));
-#endif
-    return x;
-}
-
-// The pairs (i, i + pairs) turned, in float32; what lies behind them stays.
+// The pairs (i, i + pairs) turned, in float32, as torch rounds; what lies behind them stays.
 template <class K>
 INLINE void turn(const char *head, const float *cos, const float *sin, int pairs, int dim, char *out) {
     for (int i = 0; i < pairs; i += W) {

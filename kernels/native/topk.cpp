@@ -25,6 +25,8 @@ INLINE uint32_t lanes(Ints mask) {  // one bit for each lane of -1
     return _mm512_movepi32_mask((__m512i)mask);
 #elif defined(__AVX2__)
     return _mm256_movemask_ps((__m256)mask);
+#elif defined(__ARM_NEON)
+    return vaddvq_s32((int32x4_t)(mask & Ints{1, 2, 4, 8}));
 #else
     uint32_t found = 0;
     for (int i = 0; i < W; i++) found |= (uint32_t)(mask[i] != 0) << i;

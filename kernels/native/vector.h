@@ -5,17 +5,36 @@
 #include <string.h>
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 #include "kinds.h"
+
+// What this build multiplies or converts in one instruction.
+#if defined(__F16C__) || defined(__ARM_NEON)
+#define HAS_FLOAT16 1
+#endif
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_PAIRS 1
+#endif
+#if defined(__AVX512VNNI__) || (defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD))
+#define HAS_INTEGERS 1
+#endif
 
 namespace {
 
 #if defined(__AVX512F__)
 constexpr int W = 16;
+#elif defined(__ARM_NEON)
+constexpr int W = 4;  // GCC keeps a vector of two registers in memory
 #else
 constexpr int W = 8;
 #endif
-#define UNROLL _Pragma("GCC unroll 16")  // arrays of sums then lie in registers
+#if defined(__clang__)  // arrays of sums then lie in registers
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float Floats __attribute__((vector_size(4 * W), aligned(4), may_alias));
@@ -26,6 +45,21 @@ INLINE Floats all(float x) { return x - Floats{}; }
 INLINE Floats load(const float *p) { return *(const Floats *)p; }
 INLINE void store(float *p, Floats x) { *(Floats *)p = x; }
 INLINE Floats most(Floats a, Floats b) { return a > b ? a : b; }
+
+// A product that -ffp-contract=fast must not round together with a sum.
+#if defined(__aarch64__)
+#define IN_REGISTER "+w"
+#else
+#define IN_REGISTER "+v"
+#endif
+INLINE Floats apart(Floats x) {
+    asm("" : IN_REGISTER(x));
+    return x;
+}
+INLINE float apart(float x) {
+    asm("" : IN_REGISTER(x));
+    return x;
+}
 
 INLINE void fetch(const char *row, int bytes) {
     for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
@@ -50,6 +84,8 @@ struct BFloat16 {
     INLINE Floats read(const char *row, int i) {
 #if defined(__AVX2__) && !defined(__AVX512F__)  // GCC converts the halves of a vector apart
         return (Floats)((Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(row + 2 * i))) << 16);
+#elif defined(__ARM_NEON)
+        return (Floats)vshll_n_u16((uint16x4_t)*(const Halves *)(row + 2 * i), 16);
 #else
         const Halves *from = (const Halves *)(row + 2 * i);
         return (Floats)(__builtin_convertvector(*from, Ints) << 16);
@@ -58,19 +94,29 @@ struct BFloat16 {
     INLINE float scale(const char *, int) { return 1; }
 };
 
-#if defined(__F16C__)
+#if defined(HAS_FLOAT16)
 struct Float16 {
     static constexpr int bytes = 2;
     static constexpr bool scaled = false, integers = false, pairs = false;
     INLINE Floats read(const char *row, int i) {
 #if defined(__AVX512F__)
         return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(row + 2 * i)));
+#elif defined(__ARM_NEON)
+        return (Floats)vcvt_f32_f16((float16x4_t)*(const Halves *)(row + 2 * i));
 #else
         return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(row + 2 * i)));
 #endif
     }
     INLINE float scale(const char *, int) { return 1; }
 };
+#endif
+
+#if defined(__ARM_NEON)
+INLINE int16x4_t four_bytes(const char *p) {  // as numbers with a sign
+    int32_t found;
+    memcpy(&found, p, 4);
+    return vget_low_s16(vmovl_s8(vcreate_s8((uint32_t)found)));
+}
 #endif
 
 // rows of kernels/rows/int8.py: `dim` values and a float32 scale
@@ -84,6 +130,8 @@ struct Int8 {
 #elif defined(__AVX2__)
         const __m128i values = _mm_loadl_epi64((const __m128i *)(row + i));
         return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(values));
+#elif defined(__ARM_NEON)
+        return (Floats)vcvtq_f32_s32(vmovl_s16(four_bytes(row + i)));
 #else
         Floats found;
         for (int j = 0; j < W; j++) found[j] = (int8_t)row[i + j];
@@ -93,7 +141,7 @@ struct Int8 {
     INLINE float scale(const char *row, int dim) { return Float32::first(row + dim); }
 };
 
-#if defined(__F16C__)
+#if defined(HAS_FLOAT16)
 // rows of kernels/rows/fp8.py: the bits of a value are those of a float16 of a 256th of it
 struct Float8 {
     static constexpr int bytes = 1;
@@ -104,6 +152,11 @@ struct Float8 {
         const __m256i size = _mm256_and_si256(_mm256_slli_epi16(x, 7), _mm256_set1_epi16(0x3F80));
         const __m256i sign = _mm256_and_si256(x, _mm256_set1_epi16((short)0x8000));
         return (Floats)_mm512_cvtph_ps(_mm256_or_si256(size, sign));
+#elif defined(__ARM_NEON)
+        const int16x4_t x = four_bytes(row + i);
+        const int16x4_t size = vand_s16(vshl_n_s16(x, 7), vdup_n_s16(0x3F80));
+        const int16x4_t sign = vand_s16(x, vdup_n_s16((int16_t)0x8000));
+        return (Floats)vcvt_f32_f16(vreinterpret_f16_s16(vorr_s16(size, sign)));
 #else
         const __m128i x = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)(row + i)));
         const __m128i size = _mm_and_si128(_mm_slli_epi16(x, 7), _mm_set1_epi16(0x3F80));
@@ -122,9 +175,13 @@ INLINE float largest(Floats x) {
 }
 
 INLINE float total(Floats x) {
+#if defined(__ARM_NEON)
+    return vaddvq_f32((float32x4_t)x);
+#else
     float found = 0;
     for (int i = 0; i < W; i++) found += x[i];
     return found;
+#endif
 }
 
 // exp to 2 units in the last place; 0 below the least normal number and at -inf, NaN at NaN.
@@ -154,7 +211,11 @@ INLINE Floats capped(Floats x, float cap) {
     return cap - 2 * cap / (exponential(y > 87 ? all(87) : y) + 1);
 }
 
+#if defined(__clang__)
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
 #define PICK(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
 
 // The sums of W vectors, in their order, as one vector: log2(W) rounds of two shuffles and a sum.
 INLINE Floats totals(const Floats *a) {
@@ -177,16 +238,39 @@ INLINE Floats totals(const Floats *a) {
     for (int i = 0; i < 2; i++)
         t[i] = (Floats)_mm256_hadd_ps((__m256)t[2 * i], (__m256)t[2 * i + 1]);
     return PICK(t[0], t[1], 0, 1, 2, 3, 8, 9, 10, 11) + PICK(t[0], t[1], 4, 5, 6, 7, 12, 13, 14, 15);
+#elif defined(__ARM_NEON)
+    for (int i = 0; i < 2; i++) t[i] = (Floats)vpaddq_f32((float32x4_t)a[2 * i], (float32x4_t)a[2 * i + 1]);
+    return (Floats)vpaddq_f32((float32x4_t)t[0], (float32x4_t)t[1]);
 #else
     for (int i = 0; i < W; i++) ((float *)t)[i] = total(a[i]);
     return t[0];
 #endif
 }
 
+#if defined(HAS_PAIRS)
+// sum + the products of both halves of the elements of a and b, which are bfloat16.
+INLINE Floats add_pairs(Floats sum, Floats a, Floats b) {
+#if defined(__ARM_NEON)
+    return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+#else
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#endif
+}
+
+// Elements as bfloat16, rounded to the nearest.
+INLINE Halves narrow_halves(Floats x) {
+#if defined(__ARM_NEON)
+    return (Halves)vcvt_bf16_f32((float32x4_t)x);
+#else
+    return (Halves)_mm512_cvtneps_pbh((__m512)x);
+#endif
+}
+#endif
+
 }  // namespace
 
 // Returns what `call` returns for the reader of a kind, 1 for a kind that this build lacks.
-#if defined(__F16C__)
+#if defined(HAS_FLOAT16)
 #define OF_KIND(kind, call) \
     if (kind == FLOAT32) return call(Float32); \
     if (kind == BFLOAT16) return call(BFloat16); \

@@ -2,6 +2,8 @@
 named or injected; nothing is timed.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -11,7 +13,16 @@ from engine.model.llama import assemble
 from engine.model.tensors import random_stream
 from kernels.attention.dense import decode_dense
 from kernels.attention.sparse import decode_sparse
-from kernels.launch.isa import SETS, fuses, isa, least, multiplies, vectorises
+from kernels.launch.isa import (
+    ARM_SETS,
+    SETS,
+    fuses,
+    isa,
+    least,
+    least_arm,
+    multiplies,
+    vectorises,
+)
 from kernels.layer.linear import choose_form, pack_linear
 from kernels.prefill.block_sparse import block_mass
 from kernels.prefill.dense import prefill_dense
@@ -62,8 +73,93 @@ def test_the_least_of_processor_and_limits_counts(hardware, aten, limit, expecte
 
 
 def test_this_machine_has_a_set_and_the_limit_of_a_process_bites():
-    assert isa() in (*SETS, "other")
+    assert isa() in (*SETS, *ARM_SETS, "other")
     assert multiplies(F32) and fuses(F32, 1)
+
+
+# bits of AT_HWCAP and AT_HWCAP2 that Linux shows on a Cortex-A53, a Neoverse N1 and a Neoverse V1
+A53, N1, V1 = (0xFF, 0), (0x119FFF, 0), (0xECFFFFFB, 0x877FFF)
+
+
+@pytest.mark.parametrize(
+    "bits, expected",
+    [
+        (A53, "neon"),
+        (N1, "neon_dot"),
+        (V1, "neon_bf16"),
+        ((N1[0] & ~(1 << 10), 0), "neon"),  # no float16
+        ((V1[0], V1[1] & ~(1 << 13)), "neon_dot"),  # bfloat16 without int8 matrices
+        ((A53[0], V1[1]), "neon"),  # a set has all of those before it
+    ],
+)
+def test_linux_tells_an_arms_set_by_bits(bits, expected, monkeypatch):
+    class C:
+        """The C library."""
+
+        def __init__(self, name):
+            self.getauxval = partial({16: bits[0], 26: bits[1]}.get)  # takes restype and argtypes
+
+    monkeypatch.setattr(kernels.launch.isa.ctypes, "CDLL", C)
+    monkeypatch.setattr(kernels.launch.isa.platform, "system", lambda: "Linux")
+    assert kernels.launch.isa._arm_hardware() == expected
+
+
+@pytest.mark.parametrize(
+    "features, expected",
+    [
+        ({}, "neon"),
+        ({"FEAT_DotProd": 1, "FEAT_FP16": 1, "FEAT_BF16": 0, "FEAT_I8MM": 0}, "neon_dot"),  # M1
+        ({"FEAT_DotProd": 1, "FEAT_FP16": 1, "FEAT_BF16": 1, "FEAT_I8MM": 1}, "neon_bf16"),
+    ],
+)
+def test_macos_tells_an_arms_set_by_names(features, expected, monkeypatch):
+    class C:
+        """The C library."""
+
+        def __init__(self, name):
+            pass
+
+        def sysctlbyname(self, key, found, size, new, length):
+            name = key.decode().removeprefix("hw.optional.arm.")
+            if name not in features:
+                return -1
+            found._obj.value = features[name]
+            return 0
+
+    monkeypatch.setattr(kernels.launch.isa.ctypes, "CDLL", C)
+    monkeypatch.setattr(kernels.launch.isa.platform, "system", lambda: "Darwin")
+    assert kernels.launch.isa._arm_hardware() == expected
+
+
+def test_a_system_that_says_nothing_of_an_arm_leaves_the_least(monkeypatch):
+    def refuses(name):
+        raise OSError("no such library")
+
+    monkeypatch.setattr(kernels.launch.isa.ctypes, "CDLL", refuses)
+    assert kernels.launch.isa._arm_hardware() == "neon"
+
+
+@pytest.mark.parametrize(
+    "hardware, limit, expected",
+    [
+        ("neon_bf16", "", "neon_bf16"),
+        ("neon_bf16", "neon", "neon"),
+        ("neon_dot", "neon_bf16", "neon_dot"),
+        ("neon_dot", "avx2", "neon_dot"),
+    ],
+)
+def test_a_limit_takes_from_an_arm(hardware, limit, expected):
+    assert least_arm(hardware, limit) == expected
+
+
+@pytest.mark.parametrize("found", ARM_SETS)
+def test_an_arm_multiplies_what_its_set_has(found):
+    assert multiplies(F32, found) and fuses(F32, 512, found)
+    assert multiplies(BF16, found) == (found == "neon_bf16")
+    assert multiplies(F16, found) == (found != "neon") == fuses(F16, 1, found)
+    assert choose_form(torch.zeros(4, 8, dtype=BF16), found=found) == (
+        "plain" if found == "neon_bf16" else "widened"
+    )
 
 
 @pytest.mark.parametrize("found", SETS)

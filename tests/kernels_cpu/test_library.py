@@ -6,6 +6,7 @@ folder that others can write to, half a file under the final name.
 
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -382,20 +383,35 @@ def test_a_wheels_library_is_forbidden_as_any_other(carried, monkeypatch):
 
 def test_nothing_is_compiled_for_the_compilers_own_machine():
     """A library that a wheel carries runs on every machine of its instruction set."""
-    for flags in (library.FLAGS, *library.SETS.values()):
-        assert not any(flag.startswith(("-march", "-mtune", "-mcpu")) for flag in flags)
+    for flags in (library.FLAGS, *library.SETS.values(), *library.ARM_SETS.values()):
+        assert not any(flag.startswith(("-mtune", "-mcpu")) or "native" in flag for flag in flags)
+        marches = [flag for flag in flags if flag.startswith("-march")]
+        assert all(flag.startswith("-march=armv8.") for flag in marches)  # a list of what is used
 
 
 def test_prebuild_makes_every_instruction_set(fresh):
     library.prebuild(fresh / "all")
     made = sorted(path.stem for path in (fresh / "all").iterdir())
-    assert made == sorted(library.SETS)
-    stamps = {library._stamp((*library.FLAGS, *flags)) for flags in library.SETS.values()}
-    for name, flags in library.SETS.items():
+    sets = library.own_sets()
+    assert made == sorted(sets)
+    stamps = {library._stamp((*library.FLAGS, *flags)) for flags in sets.values()}
+    for name, flags in sets.items():
         path = fresh / "all" / f"{name}.so"
         assert cache.whole(path, library._stamp((*library.FLAGS, *flags)))
         assert not cache.whole(path, b"other") and cache.whole(path)
     assert len(stamps) == 3  # amx runs what avx512_bf16 runs
+
+
+def test_another_machines_compiler_makes_libraries_for_it(fresh):
+    compiler = shutil.which("aarch64-linux-gnu-g++")
+    if compiler is None or library.isa() in library.ARM_SETS:
+        pytest.skip("no compiler of another machine")
+    library.prebuild(fresh / "arm", *library.ARM_SETS, compiler=compiler)
+    assert {path.stem for path in (fresh / "arm").iterdir()} == set(library.ARM_SETS)
+    for name, flags in library.ARM_SETS.items():
+        path = fresh / "arm" / f"{name}.so"
+        assert cache.whole(path, library._stamp((*library.FLAGS, *flags)))
+        assert path.read_bytes()[18:20] == b"\xb7\0"  # of an ELF file: EM_AARCH64
 
 
 def test_prebuild_says_what_is_missing(fresh, monkeypatch):
