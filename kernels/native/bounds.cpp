@@ -30,8 +30,8 @@ void learn(const char *k, long key_row, int first, int stop, int dim, char *low,
         Floats least = K::read(k + first * key_row, d), most = least;
         for (int row = first + 1; row < stop; row++) {
             const Floats x = K::read(k + row * key_row, d);
-            least = (x < least) | (x != x) ? x : least;
-            most = (x > most) | (x != x) ? x : most;
+            least = ((x < least) | (x != x)) ? x : least;
+            most = ((x > most) | (x != x)) ? x : most;
         }
         write_some<K>(low, d, W, least), write_some<K>(high, d, W, most);
     }
@@ -76,7 +76,7 @@ void bound(const Pages &c, int head, int pages) {
             for (int r = 0; r < tile; r++) {
                 const Floats x = found[r];
                 if (g + r == 0) whole = x;
-                else whole = c.how != MOST ? whole + x : (x > whole) | (x != x) ? x : whole;
+                else whole = c.how != MOST ? whole + x : ((x > whole) | (x != x)) ? x : whole;
             }
             g += tile;
         }

@@ -38,7 +38,7 @@ enum { MAX, MEAN, SUM, NONE };  // REDUCE of kernels/index/choose.py
 
 constexpr int PART = 4096;  // tokens of a thread's piece
 
-INLINE Floats most_or_nan(Floats a, Floats b) { return (a > b) | (a != a) ? a : b; }
+INLINE Floats most_or_nan(Floats a, Floats b) { return ((a > b) | (a != a)) ? a : b; }
 
 // `of` [group][..], `row` apart, as one row that ranks: tokens first .. stop - 1 into `to`.
 INLINE void reduce(const float *of, long row, const float *factors, int group, int how, int first, int stop,

@@ -85,14 +85,14 @@ int least(const Call &c, int head, float *room) {
     else
         memset(rank, 0, sizeof(float) * c.rows);
     for (int t = 0; t < c.rows; t++)
-        rank[t] = (at[t] < c.keep_below) | (at[t] >= c.keep_from) ? INFINITY : rank[t];
+        rank[t] = ((at[t] < c.keep_below) | (at[t] >= c.keep_from)) ? INFINITY : rank[t];
     Floats bests = all(INFINITY);
     int t = 0;
     for (; t + W <= c.rows; t += W) bests = load(rank + t) < bests ? load(rank + t) : bests;
     float best = -largest(-bests);
     for (; t < c.rows; t++) best = rank[t] < best ? rank[t] : best;
     int32_t age = INT32_MAX;
-    for (int i = 0; i < c.rows; i++) age = (rank[i] == best) & (at[i] < age) ? at[i] : age;
+    for (int i = 0; i < c.rows; i++) age = ((rank[i] == best) & (at[i] < age)) ? at[i] : age;
     for (int i = 0; i < c.rows; i++)
         if (at[i] == age && rank[i] == best) return i;
     return 0;

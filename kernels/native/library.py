@@ -313,6 +313,7 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path, stamp: bytes = b
     if not cache.has_room(path.parent):
         raise OSError(errno.ENOSPC, f"less than {cache.ROOM >> 20} MB free")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=cache.MAKING) as folder:
+        flags = _known(compiler, flags, folder)
         objects = [str(Path(folder) / f"{name}.o") for name in SOURCES]
         whole = Path(folder) / "whole.so"
         _run(
@@ -327,6 +328,18 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path, stamp: bytes = b
         cache.seal(whole, stamp)
         os.replace(whole, path)
         cache.bring_to_disk(path.parent)
+
+
+def _known(compiler: str, flags: tuple[str, ...], folder: str) -> tuple[str, ...]:
+    """The flags without OpenMP's where a compiler has none, as Apple's, or no library of it."""
+    if "-fopenmp" not in flags:
+        return flags
+    probe = [compiler, "-fopenmp", "-shared", "-x", "c++", os.devnull, "-o"]
+    try:
+        _run([[*probe, str(Path(folder) / "probe.so")]], folder)
+    except _Missing:
+        return tuple(flag for flag in flags if flag != "-fopenmp")
+    return flags
 
 
 def _run(commands: list[list[str]], folder: str) -> None:

@@ -200,7 +200,7 @@ void weigh_codes(const Coded &c, const float *l, const int32_t *often, float *sc
         const float all_of = total(sums);
         for (int i = 0; i < CODES; i += W) {
             const Floats share = load(weights + i) / all_of, before = load(scores + i);
-            const Floats larger = (before > share) | (before != before) ? before : share;
+            const Floats larger = ((before > share) | (before != before)) ? before : share;
             store(scores + i, !g ? share : c.how == MAX ? larger : before + share);
         }
     }

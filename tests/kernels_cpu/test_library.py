@@ -206,6 +206,14 @@ def test_a_disk_that_fills_while_compiling_moves_on_to_the_next_folder(fresh, mo
     assert library.native().answer() == 42 and kept(fresh) == []
 
 
+@pytest.mark.parametrize("lacks", ["-fopenmp", "-fopenmp -shared"])
+def test_a_compiler_without_openmp_will_do(fresh, monkeypatch, lacks):
+    """Apple's has no such flag; clang without libomp fails as it links."""
+    body = f'case "$*" in *"{lacks}"*) echo "error: {lacks}" >&2; exit 1;; esac'
+    compiler(fresh, monkeypatch, body + '\nexec "$REAL" "$@"')
+    assert library.native().answer() == 42 and len(kept(fresh)) == 1
+
+
 def test_a_folder_without_programs_is_passed_over_at_once(fresh, monkeypatch):
     monkeypatch.setattr(cache, "_runs_programs", lambda place: "cache" not in place.parts)
     assert library.native().answer() == 42 and kept(fresh) == []
