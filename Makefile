@@ -7,6 +7,7 @@
 #   make lint test                     what a change must pass; make format first
 #   make docs-check                    run the commands of README.md and docs/*.md
 #   make studies-test                  the tests of tools/studies, which make test leaves out
+#   make test-arm                      tests/kernels_cpu on an ARM that QEMU emulates (docs/MACHINES.md)
 #   make bench kernels check-gpu eval compare pocket    measurements and tools; ARGS goes to the program
 PYTHON ?= python3
 MODEL ?=
@@ -17,7 +18,7 @@ READY = .venv/.runtime
 READY_DEV = .venv/.dev
 READY_SERVE = .venv/.serve
 
-.PHONY: chat serve test quick studies-test lint format bench kernels check-gpu eval compare pocket docs-check real-model clean
+.PHONY: chat serve test quick studies-test test-arm lint format bench kernels check-gpu eval compare pocket docs-check real-model clean
 
 chat: $(READY)
 	@$(PY) -m engine.chat $(if $(MODEL),--model "$(MODEL)") $(ARGS)
@@ -42,6 +43,9 @@ lint: $(READY_DEV)
 format: $(READY_DEV)
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
+
+test-arm: $(READY_DEV)
+	@$(PY) -m tools.arm $(ARGS)
 
 bench: $(READY_DEV)
 	@$(PY) -m tools.bench $(ARGS)
