@@ -74,9 +74,7 @@ def run(python: Path, folder: Path, name: str, tests: Sequence[str], again: bool
     said = ", ".join(f"{number} {outcome}" for outcome, number in sorted(found.items()))
     print(f"{name}: {said or 'no test ran'}")
     if done.returncode not in (0, 5) or found["failed"]:  # 5: every test has passed before
-        raise EngineError(
-            f"{results}: tests failed on {name} (pytest's exit code {done.returncode})"
-        )
+        raise EngineError(f"{results}: tests failed on {name} (pytest exits {done.returncode})")
     say("all of them as on the machine's own processor")
 
 

@@ -34,7 +34,8 @@ CORES = 2
 # that the emulator does not make, and ends the process where there are none
 PROCESSOR = """processor\t: {core}
 BogoMIPS\t: 100.00
-Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm asimddp i8mm bf16
+Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm \
+asimddp i8mm bf16
 CPU implementer\t: 0x41
 CPU architecture: 8
 CPU variant\t: 0x1

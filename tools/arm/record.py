@@ -1,4 +1,4 @@
-"""A plugin of pytest: keeps each test's outcome, and leaves out what has passed with these sources."""
+"""A plugin of pytest: keeps each test's outcome, and leaves out what passed with these sources."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 
 import pytest
+
+from kernels.native import library
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ("passed", "skipped")
@@ -65,6 +67,9 @@ class Record:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin where OMNIKV_ARM_RESULTS names a file."""
+    """Begin where OMNIKV_ARM_RESULTS names a file. Other work may have the cores: a compiler gets
+    more time.
+    """
+    library.PATIENCE = 1800
     if path := os.environ.get("OMNIKV_ARM_RESULTS"):
         config.pluginmanager.register(Record(Path(path)))
