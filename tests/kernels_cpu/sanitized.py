@@ -2,6 +2,9 @@
 this in a process of its own.
 """
 
+import sys
+from collections.abc import Callable
+
 import torch
 
 import kernels.index.choose  # registers its self-test, as do the others
@@ -26,16 +29,24 @@ from kernels.attention.native import attend
 from kernels.layer.native_product import Product
 from kernels.native import library
 from kernels.prefill.native import attend_prompt
+from kernels.quant.native import Panels, product
+from kernels.quant.rounding import to_int4, to_int8
 from kernels.rows.forms import FORMS
 
+SANITIZER = sys.argv[1] if len(sys.argv) > 1 else "address,undefined"
+# OpenMP's threads wait for each other in ways that the thread sanitizer does not see
+DROPPED = {"-O3", "-fopenmp"} if SANITIZER == "thread" else {"-O3"}
 library.FLAGS = (
-    *(flag for flag in library.FLAGS if flag != "-O3"),
-    *("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    *(flag for flag in library.FLAGS if flag not in DROPPED),
+    "-O0",
+    "-g1",
+    *(f"-fsanitize={SANITIZER}", "-fno-sanitize-recover=all"),
 )
+library.PATIENCE = 600  # a sanitizer's code is long, and other tests have the cores
 
 
 def main() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(3 if SANITIZER == "thread" else 2)
     library.try_all()
     assert library.native() is not None and not library.missing(), library.missing()
     generator = torch.Generator().manual_seed(1)
@@ -43,6 +54,10 @@ def main() -> None:
     def some(*shape):
         return torch.randn(*shape, generator=generator)
 
+    if SANITIZER == "thread":
+        share(some)
+        print("clean")
+        return
     # rows of their own allocation, of counts around the 16 that a list of rows is filled up to
     for count in (1, 5, 15, 16, 17, 31, 33, 255, 257, 300):
         for form in FORMS.values():
@@ -59,6 +74,34 @@ def main() -> None:
     assert kernels.layer.native_step.usable()
     assert all(binding.usable() for binding in library.BINDINGS)
     print("clean")
+
+
+def share(some: Callable[..., torch.Tensor]) -> None:
+    """Run what shares its work between threads, at sizes from which it does. Each is the same with
+    one thread, to the bit.
+    """
+    k, v = some(2, 3000, 64), some(2, 3000, 64)
+    packed = {name: (form.keys.pack(k), form.values.pack(v)) for name, form in FORMS.items()}
+    weight = some(700, 512)
+    few_bits = Panels.of(to_int8(weight, 128)), Panels.of(to_int4(weight, 64))
+
+    def results() -> list[torch.Tensor]:
+        found = [attend(some_q, k, v, 0.125)[0] for some_q in queries]
+        found += [attend(queries[0], *rows, 0.125)[0] for rows in packed.values()]
+        found += [form.keys.pack(long).view(torch.uint8) for form in FORMS.values()]
+        found += attend_prompt(prompt, k, v, 0.125, 2900)
+        found += [Product(weight)(x) for x in (rows[:1], rows[:8], rows)]
+        found += [product(x, panels) for panels in few_bits for x in (rows[:1], rows)]
+        return found
+
+    queries = [some(1, 8, 64), some(4, 8, 64)]
+    prompt, rows, long = some(100, 8, 64), some(40, 512), some(2, 2000, 64)
+    for _ in range(5):
+        shared = results()
+        torch.set_num_threads(1)
+        pairs = list(zip(results(), shared, strict=True))
+        assert not [i for i, pair in enumerate(pairs) if not torch.equal(*pair)]
+        torch.set_num_threads(3)
 
 
 if __name__ == "__main__":

@@ -113,24 +113,45 @@ def test_a_struct_of_another_size_switches_its_binding_off():
         library.BINDINGS.remove(binding)
 
 
-def test_sanitizers_find_nothing(compiler, tmp_path):
-    """int8 rows at counts that are no multiple of 16 once read 8 bytes too much."""
+def sanitized(compiler, folder, libraries, *sanitizer, **options):
+    """Run tests/kernels_cpu/sanitized.py under a sanitizer: what it ended with."""
     found = [
         subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True)
-        for name in ("libasan.so", "libubsan.so", "libstdc++.so.6")
+        for name in (*libraries, "libstdc++.so.6")
     ]
     paths = [done.stdout.strip() for done in found]
     if not all(os.path.isabs(path) for path in paths):
         pytest.skip("no sanitizers")
     state = {
-        "XDG_CACHE_HOME": str(tmp_path),
+        "XDG_CACHE_HOME": str(folder),
         "LD_PRELOAD": " ".join(paths),
-        "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0:detect_odr_violation=2",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "OMP_NUM_THREADS": "2",
     }
-    command = [sys.executable, "-m", "tests.kernels_cpu.sanitized"]
-    done = subprocess.run(
+    command = [sys.executable, "-m", "tests.kernels_cpu.sanitized", *sanitizer]
+    if "TSAN_OPTIONS" in options and shutil.which("setarch"):
+        command = ["setarch", "-R", *command]  # it knows only one layout of the memory
+    state.update(options)
+    return subprocess.run(
         command, cwd=ROOT, env={**os.environ, **state}, capture_output=True, text=True
     )
+
+
+def test_sanitizers_find_nothing(compiler, tmp_path):
+    """int8 rows at counts that are no multiple of 16 once read 8 bytes too much."""
+    asan = "detect_leaks=0:verify_asan_link_order=0:detect_odr_violation=2"
+    done = sanitized(compiler, tmp_path, ["libasan.so", "libubsan.so"], ASAN_OPTIONS=asan)
+    assert done.returncode == 0 and "clean" in done.stdout, done.stderr[-4000:]
+
+
+def test_threads_meet_only_where_they_wait_for_each_other(compiler, tmp_path, request):
+    if not request.config.getoption("--whole-grid"):
+        pytest.skip("a minute: with --whole-grid")
+    if any("#pragma omp" in path.read_text() for path in library.FOLDER.glob("*.cpp")):
+        pytest.skip("OpenMP's threads wait for each other unseen by the sanitizer")
+    # torch's own code was not compiled with it
+    tsan = "ignore_noninstrumented_modules=1:report_signal_unsafe=0"
+    done = sanitized(compiler, tmp_path, ["libtsan.so"], "thread", TSAN_OPTIONS=tsan)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("this system's layout of the memory is not the sanitizer's")
     assert done.returncode == 0 and "clean" in done.stdout, done.stderr[-4000:]
