@@ -4,124 +4,11 @@
 //
 // A panel holds LANES outputs: for each few columns one 32-bit word of every output. Part j of a word
 // belongs to its j-th column, from the lowest bits up, and has a sign.
-#include "vector.h"
+#include "few_bits.h"
 
 namespace {
 
-constexpr int LANES = 16, VECTORS = LANES / W;
-constexpr int AHEAD = 8192;  // bytes between the word that is read and the one that is fetched
-constexpr int SCALES_AHEAD = 1024;
 constexpr int FEW = W == 16 ? 8 : 4;  // rows that share a panel's floats
-
-struct Product {
-    const void *x;                 // [rows][inputs]
-    const int32_t *values;         // [panels][words][LANES]
-    const void *scales, *offsets;  // [panels][groups][LANES]; offsets or NULL
-    const void *bias, *residual;   // [outputs] and [rows][outputs, or half of them if gated], or NULL
-    void *out;
-    float *scratch;  // few rows: [rows][inputs, folds and outputs, rounded up]; many: x in tiles
-    int rows, outputs, inputs, words, group, fold, bits, zero;
-    int kind, scale_kind, bias_kind, out_kind, gated, threads;
-};
-
-// kinds: of floats
-INLINE Floats read_as(int kind, const void *from, long i) {
-    if (kind == FLOAT32) return Float32::read((const char *)from + 4 * i, 0);
-    if (kind == BFLOAT16) return BFloat16::read((const char *)from + 2 * i, 0);
-#if defined(HAS_FLOAT16)
-    return Float16::read((const char *)from + 2 * i, 0);
-#else
-    return Floats{};
-#endif
-}
-
-INLINE float one_as(int kind, const void *from, long i) {
-    if (kind == FLOAT32) return ((const float *)from)[i];
-    alignas(64) uint16_t held[W] = {((const uint16_t *)from)[i]};
-    return read_as(kind, held, 0)[0];
-}
-
-// Nearest bfloat16, ties to even, in the upper halves; NaN stays one.
-INLINE Ints upper_halves(Floats x) {
-    const Ints bits = (Ints)x, even = (bits >> 16) & 1;
-    return x == x ? (bits + 0x7fff + even) & (int)0xffff0000 : bits | 0x400000;
-}
-
-INLINE void write_as(int kind, void *to, long i, Floats x) {
-    if (kind == FLOAT32) store((float *)to + i, x);
-    else if (kind == BFLOAT16) {
-        Halves *at = (Halves *)((uint16_t *)to + i);
-        *at = __builtin_convertvector(upper_halves(x) >> 16, Halves);
-    }
-#if defined(__AVX512F__)
-    else _mm256_storeu_si256((__m256i *)((uint16_t *)to + i), _mm512_cvtps_ph((__m512)x, 0));
-#elif defined(__ARM_NEON)
-    else *(Halves *)((uint16_t *)to + i) = (Halves)vcvt_f16_f32((float32x4_t)x);
-#elif defined(__F16C__)
-    else _mm_storeu_si128((__m128i *)((uint16_t *)to + i), _mm256_cvtps_ph((__m256)x, 0));
-#endif
-}
-
-INLINE Floats rounded(int kind, Floats x) {
-    if (kind == FLOAT32) return x;
-    alignas(64) float held[W];
-    write_as(kind, held, 0, x);
-    return read_as(kind, held, 0);
-}
-
-// Part J of words as floats, to be multiplied by UNIT. Its bits become the upper ones, which holds
-// for the sign too and saves the shift back; a table of 16 numbers looks at no other bits.
-template <int BITS, int J>
-INLINE Floats part(Ints words) {
-#if defined(__AVX512F__)
-    if constexpr (BITS == 4) {
-        const Floats table = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
-        return (Floats)_mm512_permutexvar_ps((__m512i)(words >> 4 * J), (__m512)table);
-    }
-#endif
-    constexpr int SHIFT = 32 - BITS * (J + 1), UPPER = (int)(0xffffffffu << (32 - BITS));
-    const Ints moved = SHIFT ? words << SHIFT : words;
-    return __builtin_convertvector(J ? moved & UPPER : moved, Floats);
-}
-
-template <int BITS>
-constexpr float UNIT = BITS == 4 && W == 16 ? 1.f : 1.f / (float)(1u << (32 - BITS));
-
-INLINE Floats some_as(int kind, const void *from, long i, int count) {
-    if (count >= W) return read_as(kind, from, i);
-    Floats found = {};
-    for (int n = 0; n < count; n++) found[n] = one_as(kind, from, i + n);
-    return found;
-}
-
-// `count` outputs of a row from its float32 sums and, where SwiGLU takes them, those of the second
-// half; rounded to the dtype of x where torch's operators round
-static void finish(const Product &p, int row, const float *sums, const float *other, int first, int count) {
-    const int outputs = p.gated ? p.outputs / 2 : p.outputs;
-    const long at = (long)row * outputs + first;
-    for (int o = 0; o < count; o += W) {
-        const int here = count - o < W ? count - o : W;
-        Floats y = some_as(0, sums, o, here);
-        if (p.bias) y += some_as(p.bias_kind, p.bias, first + o, here);
-        y = rounded(p.kind, y);
-        if (p.gated) {
-            Floats up = some_as(0, other, o, here);
-            if (p.bias) up += some_as(p.bias_kind, p.bias, outputs + first + o, here);
-            const Floats small = exponential(y < 0 ? y : -y);  // never overflows
-            y = rounded(p.kind, y * (y < 0 ? small : all(1)) / (1 + small));
-            y = rounded(p.kind, y * rounded(p.kind, up));
-        }
-        if (p.residual) y = rounded(p.kind, y + some_as(p.kind, p.residual, at + o, here));
-        if (here == W) {
-            write_as(p.out_kind, p.out, at + o, y);
-            continue;
-        }
-        alignas(64) float held[W];
-        const int size = p.out_kind == FLOAT32 ? 4 : 2;
-        write_as(p.out_kind, held, 0, y);
-        memcpy((char *)p.out + (at + o) * size, held, here * size);
-    }
-}
 
 // ---- a few rows
 
@@ -220,8 +107,6 @@ static void few_rows(const Product &p) {
 
 // ---- many rows
 
-constexpr int MR = 6, NV = W == 8 ? 2 : 4, NR = NV * W;  // a tile of sums in registers
-constexpr int BLOCK_ROWS = 80 * MR;         // whose sums for NR outputs stay in L2
 constexpr int DEPTH = W == 16 ? 128 : 256;  // cells of NR outputs: 32 KB (AVX2: 16)
 
 struct Singles {
@@ -231,7 +116,9 @@ struct Singles {
         const long at = (long)row * p.inputs + first;
         for (int c = 0; c < count; c += W) {
             const Floats x = some_as(p.kind, p.x, at + c, p.inputs - first - c);
-            for (int i = 0; i < W && c + i < count; i++) to[(c + i) * MR] = x[i];
+            if (c + W <= count) store(to + c, x);
+            else
+                for (int i = 0; c + i < count; i++) to[c + i] = x[i];
         }
     }
     INLINE void weights(Cell *to, Floats first, Floats second) { store(to, first), store(to + NR, second); }
@@ -244,14 +131,9 @@ struct Pairs {
     static constexpr int columns = 2;
     typedef uint32_t Cell;
     INLINE void pack(const Product &p, int row, int first, int count, Cell *to) {
-        const uint16_t *x = (const uint16_t *)p.x + (long)row * p.inputs + first;
-        const int left = p.inputs - first;
-        for (int c = 0; c < count; c += 2) {
-            Cell pair = 0;
-            if (c + 1 < left) memcpy(&pair, x + c, 4);
-            else if (c < left) memcpy(&pair, x + c, 2);
-            to[c / 2 * MR] = pair;
-        }
+        const int left = p.inputs - first < count ? p.inputs - first : count;
+        memcpy(to, (const uint16_t *)p.x + (long)row * p.inputs + first, left * 2);
+        memset((uint16_t *)to + left, 0, (count - left) * 2);
     }
     INLINE void weights(Cell *to, Floats first, Floats second) {
 #if defined(__ARM_NEON)
@@ -305,7 +187,7 @@ static void widen(const Product &p, int panel, int k, int stop, typename T::Cell
     }
 }
 
-// Adds x [depth][MR] times weights [depth][NR] to sums [MR][NR].
+// Adds x [MR][depth] times weights [depth][NR] to sums [MR][NR].
 template <class T>
 static void multiply_tile(const typename T::Cell *x, const typename T::Cell *weights, int depth, bool fresh,
                           float *to) {
@@ -316,7 +198,7 @@ static void multiply_tile(const typename T::Cell *x, const typename T::Cell *wei
         Floats w[NV];
         for (int v = 0; v < NV; v++) w[v] = load((const float *)(weights + k * NR) + v * W);
         for (int r = 0; r < MR; r++)
-            for (int v = 0; v < NV; v++) sums[r][v] = T::add(sums[r][v], w[v], x[k * MR + r]);
+            for (int v = 0; v < NV; v++) sums[r][v] = T::add(sums[r][v], w[v], x[r * depth + k]);
     }
     for (int r = 0; r < MR; r++)
         for (int v = 0; v < NV; v++) {
@@ -325,15 +207,15 @@ static void multiply_tile(const typename T::Cell *x, const typename T::Cell *wei
         }
 }
 
-// scratch: x as [blocks of rows][depths][tiles][columns][MR], in cells
+// scratch: x as [blocks of rows][depths][tiles][MR][columns], in cells
 template <int BITS, class S, class T>
 static void many_rows(const Product &p) {
     constexpr int PARTS = 32 / BITS, STEP = DEPTH * T::columns / PARTS;  // words of a depth
     typedef typename T::Cell Cell;
     Cell *const packed = (Cell *)p.scratch;
     const int cells = p.words * PARTS / T::columns, tiles = (p.rows + MR - 1) / MR;
-    const int blocks = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS, strips = (p.outputs + NR - 1) / NR;
-    const int panels = (p.outputs + LANES - 1) / LANES, of_block = BLOCK_ROWS / MR;
+    const int strips = (p.outputs + NR - 1) / NR, of_block = tiles_of_block(tiles, strips, p.threads);
+    const int panels = (p.outputs + LANES - 1) / LANES, blocks = (tiles + of_block - 1) / of_block;
 #pragma omp parallel num_threads(p.threads) if (p.threads > 1)
     {
 #pragma omp for schedule(static)
@@ -344,16 +226,15 @@ static void many_rows(const Product &p) {
                 const int words = p.words - k < STEP ? p.words - k : STEP, depth = words * PARTS / T::columns;
                 Cell *to = packed + (long)first * MR * cells + (long)beside * MR * (k * PARTS / T::columns) +
                            (long)(tile - first) * MR * depth;
-                for (int r = 0; r < MR; r++) {
-                    if (tile * MR + r < p.rows) T::pack(p, tile * MR + r, k * PARTS, words * PARTS, to + r);
-                    else
-                        for (int d = 0; d < depth; d++) to[d * MR + r] = 0;
+                for (int r = 0; r < MR; r++, to += depth) {
+                    if (tile * MR + r < p.rows) T::pack(p, tile * MR + r, k * PARTS, words * PARTS, to);
+                    else memset(to, 0, depth * sizeof(Cell));
                 }
             }
         }
 #pragma omp for schedule(dynamic)
         for (int work = 0; work < blocks * strips; work++) {
-            alignas(64) float sums[BLOCK_ROWS * NR];
+            alignas(64) float sums[BLOCK_TILES * MR * NR];
             alignas(64) Cell weights[DEPTH * NR];
             const int block = work / strips, output = work % strips * NR, first = block * of_block;
             const int beside = tiles - first < of_block ? tiles - first : of_block;
@@ -368,7 +249,7 @@ static void many_rows(const Product &p) {
                 for (int tile = 0; tile < beside; tile++)
                     multiply_tile<T>(x + (long)tile * MR * depth, weights, depth, !k, sums + tile * MR * NR);
             }
-            const int rows = p.rows - first * MR < BLOCK_ROWS ? p.rows - first * MR : BLOCK_ROWS;
+            const int rows = p.rows - first * MR < beside * MR ? p.rows - first * MR : beside * MR;
             const int count = p.outputs - output < NR ? p.outputs - output : NR;
             for (int r = 0; r < rows; r++) finish(p, first * MR + r, sums + r * NR, nullptr, output, count);
         }

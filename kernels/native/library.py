@@ -45,6 +45,7 @@ SOURCES = (
     "far.cpp",
     "few_bits.cpp",
     "gates.cpp",
+    "integers.cpp",
     "kept.cpp",
     "learn.cpp",
     "noisy.cpp",

@@ -24,6 +24,8 @@ ZERO = {"int8": 0, "int4": 8}  # what is taken from a value, so that a part has 
 MOST_ROWS = 8  # rows that are multiplied in registers
 FOLD = 64  # columns that are summed before their scale, at most
 TILE = 6  # rows of a tile, where there are many
+INTEGER_ROWS = 32  # from which rows of 16 bits multiply as whole numbers
+INTEGER_FOLDS = range(32, 129, 16)  # columns of a fold there: less costs too much, more than 32 bits
 
 
 class _Product(ctypes.Structure):
@@ -179,7 +181,11 @@ def product(
         FLOATS[x.dtype], FLOATS[weight.scales.dtype], 0 if bias is None else FLOATS[bias.dtype],
         FLOATS[out.dtype], gated, torch.get_num_threads(),
     )  # fmt: skip
-    library.omnikv_few_bits(ctypes.byref(call), rows > MOST_ROWS)
+    narrow = x.dtype != torch.float32 and fold in INTEGER_FOLDS
+    if rows >= INTEGER_ROWS and narrow and library.omnikv_has_integers():
+        library.omnikv_integers(ctypes.byref(call))
+    else:
+        library.omnikv_few_bits(ctypes.byref(call), rows > MOST_ROWS)
     return out
 
 
@@ -283,8 +289,9 @@ def _products() -> Iterator[Case]:
         scales = torch.rand(40, 2, generator=generator).half().float() + 0.5
         weight = Quantised(kind, values, scales.half().float(), 32)
         whole = weight.dense(torch.float32).double()
-        # in registers, and in tiles
-        for dtype, rows in ((torch.float32, 3), (torch.float32, 20), (torch.bfloat16, 20)):
+        # in registers, in tiles, and as whole numbers
+        some = (torch.float32, 3), (torch.float32, 20), (torch.bfloat16, 20), (torch.bfloat16, 40)
+        for dtype, rows in some:
             x = torch.randn(rows, 64, generator=generator).to(dtype)
             name = f"a product of {rows} rows with {kind} in {dtype}"
             yield name, product(x, Panels.of(weight)), x.double() @ whole.t(), dtype
