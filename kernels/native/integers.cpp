@@ -1,10 +1,11 @@
-// Many rows of 16-bit floats times weights of few bits, in whole numbers. A row of x becomes numbers
-// of 16 bits under one scale for each fold of columns: no coarser than bfloat16 where a fold's largest
-// number stands, and the weights stay what they are, where pairs of bfloat16 would round them.
+// Many rows of 16-bit floats times weights of few bits, in whole numbers. Some 256 columns of a row of x
+// at a time become numbers of 16 bits under one scale, and the weights stay what they are. Sums are
+// whole for a fold, the columns that have one scale of the weights.
 //
 // A cell is two columns of one output, 16 bits each, or of a row of x. Their order within a word of a
 // panel is the one in which two shifts take them apart.
 #include "few_bits.h"
+#include "whole.h"
 
 namespace {
 
@@ -12,68 +13,24 @@ namespace {
 constexpr int DEPTH = 128;  // cells of NR outputs: 32 KB (AVX2: 8)
 constexpr int LEAST = 32, MOST = 128;  // columns of a fold, in 16s: fewer cost too much, more leave 32 bits
 constexpr int FOLDS = 2 * DEPTH / LEAST;  // of a depth
-constexpr float LARGEST = 32767;
 
 #if defined(__AVX512F__)
-typedef __m512i Pairs;
-INLINE Pairs shifted(Pairs x, int left) { return _mm512_slli_epi16(x, left); }
+INLINE Shorts shifted(Shorts x, int left) { return _mm512_slli_epi16(x, left); }
 template <int BITS>  // the upper bits of each 16, with their sign
-INLINE Pairs upper(Pairs x) { return _mm512_srai_epi16(x, 16 - BITS); }
-INLINE Pairs everywhere(int32_t pair) { return _mm512_set1_epi32(pair); }
+INLINE Shorts upper(Shorts x) { return _mm512_srai_epi16(x, 16 - BITS); }
 #else
-typedef __m256i Pairs;
-INLINE Pairs shifted(Pairs x, int left) { return _mm256_slli_epi16(x, left); }
+INLINE Shorts shifted(Shorts x, int left) { return _mm256_slli_epi16(x, left); }
 template <int BITS>
-INLINE Pairs upper(Pairs x) { return _mm256_srai_epi16(x, 16 - BITS); }
-INLINE Pairs everywhere(int32_t pair) { return _mm256_set1_epi32(pair); }
+INLINE Shorts upper(Shorts x) { return _mm256_srai_epi16(x, 16 - BITS); }
 #endif
-
-// sums += pairs a times pairs b. Beside the intrinsics GCC copies every sum before and after.
-INLINE void add_pairs(Pairs &sums, Pairs a, Pairs b) {
-#if defined(__AVX512VNNI__)
-    asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
-#else
-    Pairs both;
-    asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sums), "=&v"(both) : "v"(a), "v"(b));
-#endif
-}
 
 // 16 whole numbers of 16 bits: columns of words in the order of their cells.
 template <int BITS>
 INLINE __m256i ordered(const float *x, float inverse, Ints &sum) {
-#if defined(__AVX512F__)
-    const __m512i found = _mm512_cvtps_epi32((__m512)(load(x) * inverse));
-    sum += (Ints)found;
-    const __m256i narrow = _mm512_cvtepi32_epi16(found);
-#else
-    const __m256i low = _mm256_cvtps_epi32((__m256)(load(x) * inverse));
-    const __m256i high = _mm256_cvtps_epi32((__m256)(load(x + W) * inverse));
-    sum += (Ints)low + (Ints)high;
-    const __m256i narrow = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
-#endif
+    const __m256i narrow = shorts_of(x, inverse, sum);
     const __m128i eight = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
     const __m128i four = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
     return _mm256_shuffle_epi8(narrow, _mm256_broadcastsi128_si256(BITS == 4 ? eight : four));
-}
-
-// The largest magnitude: infinity or NaN where one number is not finite.
-INLINE float reach_of(const float *x, int count) {
-    Ints top = {};
-    for (int c = 0; c < count; c += W) {
-        const Ints size = (Ints)load(x + c) & 0x7fffffff;
-        top = size > top ? size : top;
-    }
-#if defined(__AVX512F__)
-    const int32_t found = _mm512_reduce_max_epi32((__m512i)top);
-#else
-    __m128i most = _mm_max_epi32(_mm256_castsi256_si128((__m256i)top), _mm256_extracti128_si256((__m256i)top, 1));
-    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
-    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1));
-    const int32_t found = _mm_cvtsi128_si32(most);
-#endif
-    float reach;
-    memcpy(&reach, &found, 4);
-    return reach;
 }
 
 INLINE int sum_of(Ints x) {
@@ -105,20 +62,14 @@ static void pack(const Product &p, int row, int first, const Depth &d, int32_t *
     const long from = (long)row * p.inputs + first;
     const int count = 2 * d.cells, left = p.inputs - first < count ? p.inputs - first : count;
     for (int c = 0; c < count + W; c += W) store(x + c, left > c ? some_as(p.kind, p.x, from + c, left - c) : Floats{});
-    float reach = reach_of(x, count), unit = 1;
-    if (reach < 1e-30f) {  // its reciprocal may be infinite
-        unit = 0x1p-64f, reach *= 0x1p64f;
-        for (int c = 0; c < count; c++) x[c] *= 0x1p64f;
-    }
-    const bool finite = reach <= 3.4028234e38f;
-    const float inverse = finite && reach > 0 ? LARGEST / reach : 0, scale = finite ? reach / LARGEST * unit : NAN;
-    memcpy(to + d.cells, &scale, 4);
+    const Steps steps(x, count);
+    memcpy(to + d.cells, &steps.step, 4);
     for (int f = 0; f < d.folds; f++) {
         alignas(64) int32_t cells[MOST / 2 + W];
         const int here = f * d.of_fold, some = d.cells - here < d.of_fold ? d.cells - here : d.of_fold;
         Ints sum = {};
         for (int c = 0; c < 2 * some; c += 16)
-            _mm256_storeu_si256((__m256i *)(cells + c / 2), ordered<BITS>(x + 2 * here + c, inverse, sum));
+            _mm256_storeu_si256((__m256i *)(cells + c / 2), ordered<BITS>(x + 2 * here + c, steps.inverse, sum));
         memcpy(to + here, cells, some * 4);
         const float whole = p.zero || p.offsets ? (float)sum_of(sum) : 0;
         memcpy(to + d.cells + 1 + f, &whole, 4);
@@ -135,9 +86,9 @@ static void widen(const Product &p, int panel, int k, const Depth &d, int32_t *t
         for (int v = 0; v < VECTORS; v++) {
             const int32_t *at = words + (long)i * LANES + v * W;
             __builtin_prefetch((const char *)at + AHEAD, 0, 2);
-            const Pairs word = (Pairs)*(const Ints *)at;
+            const Shorts word = (Shorts)*(const Ints *)at;
             UNROLL for (int j = 0; j < CELLS; j++) {
-                const Pairs moved = j + 1 < CELLS ? shifted(word, 16 - BITS * (j + 1)) : word;
+                const Shorts moved = j + 1 < CELLS ? shifted(word, 16 - BITS * (j + 1)) : word;
                 *(Ints *)(to + (i * CELLS + j) * NR + v * W) = (Ints)upper<BITS>(moved);
             }
         }
@@ -161,15 +112,15 @@ __attribute__((noinline)) static void multiply_tile(const int32_t *x, const Dept
     alignas(64) float found[MR * NR];
     const float *const of_row = (const float *)(x + d.cells);  // its scale and sums
     for (int f = 0; f < d.folds; f++) {
-        Pairs sums[MR][NV];
+        Shorts sums[MR][NV];
         UNROLL for (int r = 0; r < MR; r++)
-            UNROLL for (int v = 0; v < NV; v++) sums[r][v] = Pairs{};
+            UNROLL for (int v = 0; v < NV; v++) sums[r][v] = Shorts{};
         const int first = f * d.of_fold, stop = d.cells < first + d.of_fold ? d.cells : first + d.of_fold;
         for (int k = first; k < stop; k++) {
-            Pairs w[NV];
-            UNROLL for (int v = 0; v < NV; v++) w[v] = (Pairs)*(const Ints *)(weights + k * NR + v * W);
+            Shorts w[NV];
+            UNROLL for (int v = 0; v < NV; v++) w[v] = (Shorts)*(const Ints *)(weights + k * NR + v * W);
             UNROLL for (int r = 0; r < MR; r++) {
-                const Pairs same = everywhere(x[r * d.record + k]);
+                const Shorts same = everywhere(x[r * d.record + k]);
                 UNROLL for (int v = 0; v < NV; v++) add_pairs(sums[r][v], w[v], same);
             }
         }

@@ -1,12 +1,15 @@
 // Attention of a prompt on a CPU: many queries attend to chosen rows, to rows that all of them see
 // and, causally, to their own, in one pass over K and V. Products of 16-bit rows run in bfloat16
-// pairs where the machine multiplies those, else in float32; softmax and sums are float32.
+// pairs where the machine multiplies those, else in float32; of rows of 8 bits they run in whole numbers
+// of 16 bits where that is fine enough. Softmax and sums are float32.
 //
 // A block of keys is packed once for some hundred queries, transposed, so that a vector holds as
 // many keys; the weights of six queries then stay in the first cache until they meet the values.
 #include <stdlib.h>
 
-#include "vector.h"
+#include <type_traits>
+
+#include "whole.h"
 
 namespace {
 
@@ -15,16 +18,31 @@ constexpr int UNIT = 480;         // queries x group of one unit of work: they s
 constexpr int R = 6;              // rows of a product's tile
 constexpr int N = W == 8 ? 2 : 4;  // and its vectors: 24 (12) sums stay in registers
 constexpr int PANEL = N * W;
+constexpr int WIDEST = 256;  // the widest head whose sums of whole numbers stay below 2^31
 
 // What products multiply. `step`: inner dimensions of one element of a row.
 struct Single {
     typedef float Element;
     static constexpr int step = 1;
-    typedef Floats Lanes;
+    typedef Floats Lanes, Sums;
     INLINE Lanes lanes(const Element *from) { return load(from); }
-    INLINE Lanes everywhere(Element a) { return all(a); }
-    INLINE Floats product(Floats sum, Lanes a, Lanes b) { return sum + a * b; }
+    INLINE Lanes same(Element a) { return all(a); }
+    INLINE void add(Sums &sum, Lanes a, Lanes b) { sum += a * b; }
+    INLINE Floats floats(Sums sum) { return sum; }
 };
+
+#if defined(__AVX2__)
+// whole numbers of 16 bits
+struct Whole {
+    typedef int32_t Element;
+    static constexpr int step = 2;
+    typedef Shorts Lanes, Sums;
+    INLINE Lanes lanes(const Element *from) { return (Lanes)*(const Ints *)from; }
+    INLINE Lanes same(Element a) { return everywhere(a); }
+    INLINE void add(Sums &sum, Lanes a, Lanes b) { add_pairs(sum, a, b); }
+    INLINE Floats floats(Sums sum) { return __builtin_convertvector((Ints)sum, Floats); }
+};
+#endif
 
 INLINE uint16_t rounded(float x) {  // to bfloat16, ties to even
     uint32_t bits;
@@ -38,24 +56,26 @@ struct Pairs {
     typedef uint32_t Element;
     static constexpr int step = 2;
     typedef Floats Lanes;
+    typedef Floats Sums;
     INLINE Lanes lanes(const Element *from) { return load((const float *)from); }
-    INLINE Lanes everywhere(Element a) { return (Floats)(Ints{} + (int32_t)a); }
-    INLINE Floats product(Floats sum, Lanes a, Lanes b) { return add_pairs(sum, a, b); }
+    INLINE Lanes same(Element a) { return (Floats)(Ints{} + (int32_t)a); }
+    INLINE void add(Sums &sum, Lanes a, Lanes b) { sum = add_pairs(sum, a, b); }
+    INLINE Floats floats(Sums sum) { return sum; }
 };
 #endif
 
 // sums [T][N] = rows a [T] (`ahead` elements apart) times a panel [depth][PANEL].
 template <class M, int T>
 INLINE void multiply(const typename M::Element *a, long ahead, const typename M::Element *panel,
-                     int depth, Floats (&sums)[T][N]) {
-    for (int r = 0; r < T; r++)
-        for (int j = 0; j < N; j++) sums[r][j] = Floats{};
+                     int depth, typename M::Sums (&sums)[T][N]) {
+    UNROLL for (int r = 0; r < T; r++)
+        UNROLL for (int j = 0; j < N; j++) sums[r][j] = typename M::Sums{};
     for (int p = 0; p < depth; p++) {
         typename M::Lanes b[N];
-        for (int j = 0; j < N; j++) b[j] = M::lanes(panel + p * PANEL + j * W);
-        for (int r = 0; r < T; r++) {
-            const typename M::Lanes same = M::everywhere(a[r * ahead + p]);
-            for (int j = 0; j < N; j++) sums[r][j] = M::product(sums[r][j], same, b[j]);
+        UNROLL for (int j = 0; j < N; j++) b[j] = M::lanes(panel + p * PANEL + j * W);
+        UNROLL for (int r = 0; r < T; r++) {
+            const typename M::Lanes same = M::same(a[r * ahead + p]);
+            UNROLL for (int j = 0; j < N; j++) M::add(sums[r][j], same, b[j]);
         }
     }
 }
@@ -70,22 +90,23 @@ struct Call {
     int kv_heads, group, dim, queries, kept, start, visited;
     // query c sees visited rows from low + c (none of the chosen ones is ever below) to high + c
     int causal, high, window;
-    int threads;
+    int threads, exact;  // exact: rows of 8 bits meet queries and weights of float32
     float scale, cap;
 };
 
 template <class M>
 struct Work {  // of one thread
     typename M::Element *q, *keys, *values, *weights;
-    float *logits, *out, *best, *sum, *key_scale, *value_scale;
+    float *logits, *out, *best, *sum, *query_scale, *key_scale, *value_scale;
     char *block;
+    float value_step;  // of weights that are whole numbers, where a row's largest is 1
     long row, wide;  // elements of a row of q; floats of a row of out
 
     explicit Work(const Call &c) {
         row = c.dim / M::step, wide = (c.dim + PANEL - 1) / PANEL * PANEL;
         const long rows = UNIT + c.group + R;
         const long sizes[] = {rows * row, NEAR * row, NEAR / M::step * wide, R * NEAR, R * NEAR,
-                              rows * wide, rows, rows, NEAR, NEAR};
+                              rows * wide, rows, rows, rows, NEAR, NEAR};
         long total = 0;
         for (long size : sizes) total += (size * 4 + 63) / 64 * 64;
         block = (char *)aligned_alloc(64, total);
@@ -93,8 +114,8 @@ struct Work {  // of one thread
         char *at = block;
         void **const places[] = {(void **)&q, (void **)&keys, (void **)&values, (void **)&weights,
                                  (void **)&logits, (void **)&out, (void **)&best, (void **)&sum,
-                                 (void **)&key_scale, (void **)&value_scale};
-        for (int i = 0; i < 10; i++) *places[i] = at, at += (sizes[i] * 4 + 63) / 64 * 64;
+                                 (void **)&query_scale, (void **)&key_scale, (void **)&value_scale};
+        for (int i = 0; i < 11; i++) *places[i] = at, at += (sizes[i] * 4 + 63) / 64 * 64;
     }
     ~Work() { free(block); }
 };
@@ -122,6 +143,33 @@ template <>
 inline void put<BFloat16>(const char *row, int dim, uint32_t *to, long apart) {
     for (int d = 0; d < dim; d += 2) memcpy(to + d / 2 * apart, row + 2 * d, 4);
 }
+
+#if defined(__AVX2__)
+template <class X>
+INLINE void put(const char *row, int dim, int32_t *to, long apart) {
+    static_assert(X::integers, "rows of whole numbers");
+    for (int d = 0; d < dim; d += 2) to[d / 2 * apart] = (uint16_t)(int8_t)row[d] | (int32_t)(int8_t)row[d + 1] << 16;
+}
+#endif
+
+// A query's elements and their scale, 1 where they stay floats.
+template <class Q, class Element>
+INLINE float put_query(const char *row, int dim, Element *to) {
+    put<Q>(row, dim, to, 1);
+    return 1;
+}
+
+#if defined(__AVX2__)
+template <class Q>
+INLINE float put_query(const char *row, int dim, int32_t *to) {
+    alignas(64) float x[WIDEST];
+    for (int d = 0; d < dim; d += W) store(x + d, Q::read(row, d));
+    const Steps steps(x, dim);
+    Ints sum = {};
+    for (int d = 0; d < dim; d += 16) _mm256_storeu_si256((__m256i *)(to + d / 2), shorts_of(x + d, steps.inverse, sum));
+    return steps.step;
+}
+#endif
 
 // values [panels][NEAR][PANEL] of float32, or [panels][NEAR / 2][PANEL] of pairs of two rows
 template <class X>
@@ -156,6 +204,19 @@ inline void put_values<BFloat16>(const char *const *rows, int dim, long wide, ui
         }
 }
 
+#if defined(__AVX2__)
+template <class X>
+INLINE void put_values(const char *const *rows, int dim, long wide, int32_t *to) {
+    for (int t = 0; t < NEAR; t += 2)
+        for (long d = 0; d < wide; d += W) {
+            Ints x[2] = {};
+            for (int i = 0; i < 2; i++)
+                if (rows[t + i] && d < dim) x[i] = __builtin_convertvector(X::read(rows[t + i], d), Ints);
+            *(Ints *)(to + d / PANEL * (NEAR / 2) * PANEL + t / 2 * PANEL + d % PANEL) = (x[0] & 0xffff) | x[1] << 16;
+        }
+}
+#endif
+
 // Pack keys and values of visited rows t .. t+count-1, zeros behind them.
 template <class M, class X>
 static void pack(const Call &c, int head, int t, int count, Work<M> &w) {
@@ -163,6 +224,8 @@ static void pack(const Call &c, int head, int t, int count, Work<M> &w) {
     const int32_t *index = c.index ? c.index + head * c.index_head : nullptr;
     const auto row = [&](int i) { return t + i < c.kept ? (long)index[t + i] : (long)c.start + t + i - c.kept; };
     const long panel = w.row * PANEL;
+    if (X::scaled)
+        for (int i = count; i < NEAR; i++) w.value_scale[i] = 0;
     if (count < NEAR) memset(w.keys, 0, sizeof(*w.keys) * NEAR * w.row);
     for (int i = 0; i < count; i++) {
         const char *from = c.k + head * c.key_head + row(i) * c.key_row;
@@ -172,48 +235,124 @@ static void pack(const Call &c, int head, int t, int count, Work<M> &w) {
         if (X::scaled) w.value_scale[i] = X::scale(rows[i], c.dim);
     }
     put_values<X>(rows, c.dim, w.wide, w.values);
+#if defined(__AVX2__)
+    if (!std::is_same<M, Whole>::value) return;
+    const float top = reach_of(w.value_scale, NEAR);
+    w.value_step = top > 0 ? top / LARGEST : top;
+    for (int i = 0; i < NEAR; i++) w.value_scale[i] *= top > 0 ? LARGEST / top : 0;
+#endif
 }
 
-// Weights of a row's logits: to x in place, with the row's new largest and sum.
+// The largest and the sum of a vector, by halves: in turn each lane would wait for the one before.
+INLINE float highest(Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    return largest(x);
+#endif
+}
+
+INLINE float added_up(Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    return total(x);
+#endif
+}
+
+// exp(x * unit - from), by powers of two where a machine has the two operations that they take: 2^r on
+// |r| <= 1/2 by a polynomial of degree 6 (Cephes, exp2f.c), to 2 units in the last place; 0 at -inf.
+struct Exponential {
+#if defined(__AVX512F__)
+    float unit, from;
+    Exponential(float unit, float from) : unit(unit * 1.44269504f), from(from * 1.44269504f) {}
+    Floats operator()(Floats x) const {
+        const __m512 power = (__m512)(x * unit - from);
+        const Floats r = (Floats)_mm512_reduce_ps(power, 0), whole = (Floats)power - r;
+        Floats p = all(1.535336188e-4f);
+        p = p * r + 1.339887440e-3f;
+        p = p * r + 9.618437358e-3f;
+        p = p * r + 5.550332471e-2f;
+        p = p * r + 2.402264791e-1f;
+        p = p * r + 6.931472029e-1f;
+        return (Floats)_mm512_scalef_ps((__m512)(p * r + 1), (__m512)whole);
+    }
+#else
+    float unit, from;
+    Exponential(float unit, float from) : unit(unit), from(from) {}
+    Floats operator()(Floats x) const { return exponential(x * unit - from); }
+#endif
+};
+
+// Weights y of 16 or more keys from i on, as a product takes them.
+INLINE void keep_weights(Floats y, float *to, int i) { store(to + i, y); }
+
+#if defined(HAS_PAIRS)
+INLINE void keep_weights(Floats y, uint32_t *to, int i) {
+    *(Halves *)((uint16_t *)to + i) = narrow_halves(y);
+}
+#endif
+
+#if defined(__AVX2__)
+INLINE void keep_weights(Floats y, int32_t *to, int i) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i *)((int16_t *)to + i), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32((__m512)y)));
+#else
+    const __m256i found = _mm256_cvtps_epi32((__m256)y);
+    const __m128i low = _mm256_castsi256_si128(found), high = _mm256_extracti128_si256(found, 1);
+    _mm_storeu_si128((__m128i *)((int16_t *)to + i), _mm_packs_epi32(low, high));
+#endif
+}
+#endif
+
+// Weights of a row's logits x, with the row's new largest and sum. Returns their scale.
 template <class M, class X>
-INLINE void soften(const Call &c, Work<M> &w, float *x, int low, int high, int at, typename M::Element *to) {
-    Floats top = all(w.best[at]);
+INLINE float soften(const Call &c, Work<M> &w, float *x, int low, int high, int at, typename M::Element *to) {
+    constexpr bool whole = std::is_same<typename M::Element, int32_t>::value;
+    // products are multiplied by the scale as they become weights, unless a cap comes between
+    const float scale = c.scale * w.query_scale[at], unit = scale > 0 && !c.cap ? scale : 1;
+    Floats top = all(-INFINITY);
     for (int i = 0; i < NEAR; i += W) {
-        Floats y = load(x + i) * c.scale;
+        Floats y = load(x + i);
         if (X::scaled) y *= load(w.key_scale + i);
+        if (!(scale > 0) || c.cap) y *= scale;
         if (c.cap) y = capped(y, c.cap);
         store(x + i, y);
+        top = most(top, y);
     }
-    for (int i = 0; i < low; i++) x[i] = -INFINITY;
-    for (int i = high; i < NEAR; i++) x[i] = -INFINITY;
-    for (int i = 0; i < NEAR; i += W) top = most(top, load(x + i));
-    const float now = largest(top), base = now == -INFINITY ? 0 : now, less = expf(w.best[at] - base);
+    if (low > 0 || high < NEAR) {
+        top = all(-INFINITY);
+        for (int i = 0; i < low; i++) x[i] = -INFINITY;
+        for (int i = high; i < NEAR; i++) x[i] = -INFINITY;
+        for (int i = 0; i < NEAR; i += W) top = most(top, load(x + i));
+    }
+    const float here = highest(top) * unit, now = here > w.best[at] ? here : w.best[at], base = now == -INFINITY ? 0 : now;
+    const float less = w.best[at] == now ? 1 : expf(w.best[at] - base);
+    // whole numbers reach as far as they can in every block
+    const float from = whole && here > -INFINITY ? here : base, share = from == base ? 1 : expf(from - base);
+    const Exponential weight(unit, from);
     Floats added = {};
     for (int i = 0; i < NEAR; i += W) {
-        Floats y = exponential(load(x + i) - base);
+        Floats y = weight(load(x + i));
         added += y;
         if (X::scaled) y *= load(w.value_scale + i);
-#if defined(HAS_PAIRS)
-        if (M::step == 2) {
-            *(Halves *)((uint16_t *)to + i) = narrow_halves(y);
-            continue;
-        }
-#endif
-        store((float *)to + i, y);
+        keep_weights(y, to, i);
     }
-    w.best[at] = now, w.sum[at] = w.sum[at] * less + total(added);
+    w.best[at] = now, w.sum[at] = w.sum[at] * less + added_up(added) * share;
     if (less != 1)
         for (long d = 0; d < w.wide; d += W) store(w.out + at * w.wide + d, load(w.out + at * w.wide + d) * less);
+    return whole ? share * w.value_step : 1;
 }
 
 // T rows of a unit, from row `at`, meet the block of keys that is packed: visited rows from t on.
 template <class M, class X, int T>
 static void meet(const Call &c, Work<M> &w, int first, int at, int t, int count) {
-    Floats sums[T][N];
+    typename M::Sums sums[T][N];
+    float steps[T];
     for (int panel = 0; panel < NEAR; panel += PANEL) {
         multiply<M, T>(w.q + at * w.row, w.row, w.keys + panel * w.row, w.row, sums);
         for (int r = 0; r < T; r++)
-            for (int j = 0; j < N; j++) store(w.logits + r * NEAR + panel + j * W, sums[r][j]);
+            for (int j = 0; j < N; j++) store(w.logits + r * NEAR + panel + j * W, M::floats(sums[r][j]));
     }
     for (int r = 0; r < T; r++) {
         const int query = first + (at + r) / c.group;
@@ -222,14 +361,14 @@ static void meet(const Call &c, Work<M> &w, int first, int at, int t, int count)
         if (c.window) low = c.high + query + 1 - c.window - t;
         low = low > 0 ? low : 0, low = low < NEAR ? low : NEAR;
         if (low < c.kept - t) low = 0;  // chosen rows are seen by all
-        soften<M, X>(c, w, w.logits + r * NEAR, low, high, at + r, w.weights + r * (NEAR / M::step));
+        steps[r] = soften<M, X>(c, w, w.logits + r * NEAR, low, high, at + r, w.weights + r * (NEAR / M::step));
     }
     for (long d = 0; d < w.wide; d += PANEL) {
         multiply<M, T>(w.weights, NEAR / M::step, w.values + d * (NEAR / M::step), NEAR / M::step, sums);
         for (int r = 0; r < T; r++)
             for (int j = 0; j < N; j++) {
                 float *to = w.out + (at + r) * w.wide + d + j * W;
-                store(to, load(to) + sums[r][j]);
+                store(to, load(to) + M::floats(sums[r][j]) * steps[r]);
             }
     }
 }
@@ -238,7 +377,8 @@ template <class M, class Q>
 static void take_queries(const Call &c, int head, int first, int rows, Work<M> &w) {
     for (int r = 0; r < rows; r++) {
         const long query = first + r / c.group, at = head * c.group + r % c.group;
-        put<Q>(c.q + (query * c.query + at * c.query_head) * Q::bytes, c.dim, w.q + r * w.row, 1);
+        const char *const from = c.q + (query * c.query + at * c.query_head) * Q::bytes;
+        w.query_scale[r] = put_query<Q>(from, c.dim, w.q + r * w.row);
         w.best[r] = -INFINITY, w.sum[r] = 0;
     }
     memset(w.out, 0, sizeof(float) * rows * w.wide);
@@ -314,6 +454,9 @@ extern "C" int omnikv_prefill(const Call *c, int q, int rows) {
     if (q == BFLOAT16 && rows == BFLOAT16) return run<Single, BFloat16, BFloat16>(*c);
 #endif
     if (q == FLOAT32 && rows == FLOAT32) return run<Single, Float32, Float32>(*c);
+#if defined(__AVX2__)
+    if (q == FLOAT32 && rows == INT8 && !c->exact && c->dim <= WIDEST) return run<Whole, Float32, Int8>(*c);
+#endif
     if (q == FLOAT32 && rows == INT8) return run<Single, Float32, Int8>(*c);
 #if defined(HAS_FLOAT16)
     if (q == FLOAT16 && rows == FLOAT16) return run<Single, Float16, Float16>(*c);

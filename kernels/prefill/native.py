@@ -50,6 +50,7 @@ class _Call(ctypes.Structure):
                 "high",
                 "window",
                 "threads",
+                "exact",
             )  # fmt: skip
         ),
         *((name, ctypes.c_float) for name in ("scale", "cap")),
@@ -103,7 +104,8 @@ def attend_prompt(
     kv_heads, rows, _ = k.shape
     dtype = q.dtype
     if k.dtype in PACKED:
-        # transformed queries rounded to bfloat16 are a rounding more than the model's own
+        # transformed queries rounded to bfloat16 are a rounding more than the model's own; whole numbers
+        # of 16 bits, which the kernel makes of 16-bit floats' queries, are finer
         q = stored_queries(q.float(), k)
     if q.stride(2) != 1:
         q = q.contiguous()
@@ -117,7 +119,7 @@ def attend_prompt(
         out.data_ptr(), lse.data_ptr(),
         kv_heads, heads // kv_heads, dim, queries, kept, start, kept + rows - start,
         first is not None, kept + (first or 0) - start, window, torch.get_num_threads(),
-        scale, softmax.cap,
+        dtype == torch.float32, scale, softmax.cap,
     )  # fmt: skip
     code = library.omnikv_prefill(ctypes.byref(call), FLOATS[q.dtype], ROWS[k.dtype])
     check(code, f"a prompt's attention of q {q.dtype}, rows {k.dtype}")
