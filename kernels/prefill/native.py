@@ -158,5 +158,6 @@ def _prompt_attention() -> Iterator[Case]:
     form = FORMS[torch.int8]
     rows = form.keys.pack(k), form.values.pack(v)
     expected, _ = attend_alone(q, *rows, visible, 0.125)
-    found, _ = attend_prompt(q, *rows, 0.125, 280)
-    yield "a prompt's attention to int8 rows", found, expected, q.dtype
+    for dtype in FLOATS:  # in float32, and as whole numbers
+        found, _ = attend_prompt(q.to(dtype), *rows, 0.125, 280)
+        yield f"a prompt's attention to int8 rows in {dtype}", found, expected, dtype

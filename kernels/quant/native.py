@@ -1,7 +1,9 @@
 """Products with weights of few bits by the C++ kernels: a few rows of floats meet weights that are
-widened in registers, many rows meet pieces of the weight that are floats in a core's cache.
+widened in registers, many rows meet pieces of the weight that are widened in a core's cache.
 
-Activations are never rounded. Sums are float32.
+Activations are never rounded, but where many rows of 16-bit floats multiply as whole numbers of 16
+bits (integers.cpp): 256 columns of a row under one scale. 8 bits would cost 3.6 times the weights'
+own divergence (docs/QUANTISATION.md). Sums of folds are whole there, all others float32.
 """
 
 from __future__ import annotations
@@ -182,11 +184,16 @@ def product(
         FLOATS[out.dtype], gated, torch.get_num_threads(),
     )  # fmt: skip
     narrow = x.dtype != torch.float32 and fold in INTEGER_FOLDS
-    if rows >= INTEGER_ROWS and narrow and library.omnikv_has_integers():
+    if rows >= INTEGER_ROWS and narrow and prefers_integers(library):
         library.omnikv_integers(ctypes.byref(call))
     else:
         library.omnikv_few_bits(ctypes.byref(call), rows > MOST_ROWS)
     return out
+
+
+def prefers_integers(library: ctypes.CDLL) -> bool:
+    """Whether many rows of 16 bits multiply as whole numbers: where pairs of bfloat16 do not."""
+    return bool(library.omnikv_has_integers())
 
 
 def multiply_panels(

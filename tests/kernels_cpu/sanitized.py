@@ -29,6 +29,7 @@ from kernels.attention.native import attend
 from kernels.layer.native_product import Product
 from kernels.native import library
 from kernels.prefill.native import attend_prompt
+from kernels.quant import native
 from kernels.quant.native import Panels, product
 from kernels.quant.rounding import to_int4, to_int8
 from kernels.rows.forms import FORMS
@@ -70,7 +71,16 @@ def main() -> None:
             k, v = some(2, count, 64).to(dtype), some(2, count, 64).to(dtype)
             attend(some(3, 8, 64).to(dtype), k, v, 0.125, narrow=True)
             attend_prompt(some(9, 8, 64).to(dtype), k, v, 0.125, None)
+            packed = FORMS[torch.int8]
+            rows = packed.keys.pack(k.float()), packed.values.pack(v.float())
+            attend_prompt(some(9, 8, 64).to(dtype), *rows, 0.125, None)
             Product(some(count, 72).to(dtype))(some(3, 72).to(dtype))
+    # whole numbers in every build: rows, outputs and columns of odd counts
+    native.prefers_integers = lambda library: True
+    for kind, outputs, columns, rows in (("int8", 33, 100, 32), ("int4", 130, 328, 41)):
+        weight = some(outputs, columns)
+        few = to_int8(weight, columns) if kind == "int8" else to_int4(weight, columns)
+        native.product(some(rows, columns).bfloat16(), native.Panels.of(few))
     assert kernels.layer.native_step.usable()
     assert all(binding.usable() for binding in library.BINDINGS)
     print("clean")

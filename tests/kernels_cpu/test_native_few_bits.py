@@ -23,6 +23,8 @@ from kernels.quant.rounding import to_int4, to_int8
 pytestmark = pytest.mark.skipif(bool(library.missing()), reason=library.missing())
 
 SETS = sorted({next(iter(library.own_sets())), isa()})
+if isa() in library.SETS and isa() != "avx2":
+    SETS.append("whole")  # numbers, in every build
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True)
 
 
@@ -30,9 +32,12 @@ EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True)
 def compiled(request):
     """The library for an instruction set, in place of this machine's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "isa", lambda: request.param)
+        whole = request.param == "whole"
+        patch.setattr(library, "isa", lambda: isa() if whole else request.param)
         made = library._loaded()
         patch.setattr(native, "loaded", lambda: made)
+        if whole:
+            patch.setattr(native, "prefers_integers", lambda made: True)
         yield request.param
 
 
@@ -63,7 +68,7 @@ def error(found, expected):
     offsets=st.booleans(),
     scales=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    count=st.sampled_from([1, 2, 3, 4, 7, 8, 9, 18, 485]),
+    count=st.sampled_from([1, 2, 3, 4, 7, 8, 9, 18, 32, 41, 485]),
     seed=st.integers(0, 99),
 )
 def test_a_product_errs_no_more_than_torchs(
@@ -128,11 +133,12 @@ def test_hostile_weights_stay_what_they_are(compiled, kind):
         assert spoilt[-1].isnan().all() and torch.equal(spoilt[:-1], found[:-1])
 
 
-def test_results_do_not_depend_on_the_threads_or_on_other_rows(compiled):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_do_not_depend_on_the_threads_or_on_other_rows(compiled, dtype):
     panels = Panels.of(drawn("int8", 200, 256, 32, False, torch.bfloat16, 3))
     before = torch.get_num_threads()
     for count in (1, 6, 600):
-        x = torch.randn(count, 256, generator=torch.Generator().manual_seed(count))
+        x = torch.randn(count, 256, generator=torch.Generator().manual_seed(count)).to(dtype)
         found = []
         for threads in (1, 2):
             torch.set_num_threads(threads)
@@ -142,6 +148,44 @@ def test_results_do_not_depend_on_the_threads_or_on_other_rows(compiled):
         if count != 6:
             assert torch.equal(some, found[0][: len(some)])
     torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind, value", [("int8", -128), ("int8", 127), ("int4", 0), ("int4", 15)])
+@pytest.mark.parametrize("group", [32, 112, 128, 448])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_numbers_do_not_saturate(compiled, kind, value, group, sign):
+    values = torch.full((20, 448), value, dtype=torch.int8 if kind == "int8" else torch.uint8)
+    values = packed_nibbles(values) if kind == "int4" else values
+    weight = Quantised(kind, values, torch.ones(20, -(-448 // group)), group)
+    dense = Panels.of(weight).rows(slice(None), torch.float64)
+    for size, lost in ((384.0, 2e-6), (1e-37, 5e-4)):  # the scale of the second is subnormal
+        x = torch.full((33, 448), size * sign).bfloat16()
+        x[1, ::2] *= -1
+        found = product(x, Panels.of(weight), out_dtype=torch.float32)
+        rounded = (x.double() @ dense.t()).bfloat16().double()
+        reach = x.double().abs() @ dense.abs().t()
+        assert ((found - rounded).abs() <= lost * reach + rounded.abs() * 2**-8).all()
+
+
+def test_hostile_rows_of_16_bits_keep_to_themselves(compiled):
+    """Zeros, subnormal rows, one huge number, and what is not finite, among 40 rows."""
+    panels = Panels.of(drawn("int8", 70, 1024, 32, False, torch.float16, 7))
+    dense = panels.rows(slice(None), torch.float64)
+    x = torch.randn(40, 1024, generator=torch.Generator().manual_seed(8))
+    x[0], x[1], x[2], x[3, 700] = 0.0, x[1] * 1e-38, x[2] * 1e30, 1e4
+    x = x.bfloat16()
+    found, expected = product(x, panels), x.double() @ dense.t()
+    plain = F.linear(x, dense.bfloat16())
+    assert (found[0] == 0).all()
+    for row in range(1, 40):
+        allowed = 2 * error(plain[row], expected[row])
+        assert error(found[row], expected[row]) <= allowed + (1e-3 if row == 1 else 0)
+    for bad in (float("nan"), float("inf")):
+        spoilt = x.clone()
+        spoilt[5, 300] = bad
+        again = product(spoilt, panels)
+        assert not again[5].isfinite().any()
+        assert torch.equal(again[:5], found[:5]) and torch.equal(again[6:], found[6:])
 
 
 def test_rows_are_gathered_and_scales_keep_their_bits():
