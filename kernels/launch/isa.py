@@ -123,6 +123,14 @@ def _hardware() -> str:
     return "avx2" if torch.cpu._is_avx2_supported() else "default"
 
 
+def has_vnni() -> bool:
+    """Tell whether the C++ kernels may use AVX512-VNNI, which some CPUs have without bfloat16's
+    products: what ONEDNN_MAX_CPU_ISA leaves of what the processor has.
+    """
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+    return limit != "AVX512_CORE" and torch.cpu._is_vnni_supported()
+
+
 def multiplies(dtype: torch.dtype, found: str | None = None) -> bool:
     """Tell whether products of `dtype` run in it, at no less than float32's rate.
 

@@ -225,5 +225,7 @@ extern "C" void omnikv_integers(const Product *p) {
 #if defined(__AVX2__)
     if (p->bits == 8) multiply<8>(*p);
     else multiply<4>(*p);
+#else
+    (void)p;
 #endif
 }

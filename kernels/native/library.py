@@ -28,7 +28,7 @@ from typing import IO
 
 import torch
 
-from kernels.launch.isa import isa
+from kernels.launch.isa import has_vnni, isa
 from kernels.launch.tolerance import differs
 from kernels.native import cache
 
@@ -79,8 +79,15 @@ _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")))
 # GCC stays at 256 bits unless it is told
 _WIDE = (*_AVX512, "-mprefer-vector-width=512")
-_PAIRS = (*_WIDE, "-mavx512vnni", "-mavx512bf16")
-SETS = {"avx2": _AVX2, "avx512": _WIDE, "avx512_bf16": _PAIRS, "amx": _PAIRS}
+_VNNI = (*_WIDE, "-mavx512vnni")
+_PAIRS = (*_VNNI, "-mavx512bf16")
+SETS = {
+    "avx2": _AVX2,
+    "avx512": _WIDE,
+    "avx512_vnni": _VNNI,  # "avx512" to all but these kernels
+    "avx512_bf16": _PAIRS,
+    "amx": _PAIRS,
+}
 _DOT = "-march=armv8.2-a+fp16+dotprod"
 ARM_SETS = {"neon": (), "neon_dot": (_DOT,), "neon_bf16": (f"{_DOT}+i8mm+bf16",)}
 _FLAGS_OF = {**SETS, **ARM_SETS}
@@ -237,7 +244,7 @@ def _prebuilt() -> Path | None:
     can be none.
     """
     flags = _flags()
-    path = PREBUILT / f"{isa()}.so"
+    path = PREBUILT / f"{_set()}.so"
     return path if cache.whole(path, _stamp(flags)) else None
 
 
@@ -247,9 +254,15 @@ def _flags() -> tuple[str, ...]:
         raise _Missing("OMNIKV_NATIVE=0")
     if os.name != "posix":
         raise _Missing(f"no kernels for {sys.platform}")
-    if isa() not in _FLAGS_OF:
+    if _set() not in _FLAGS_OF:
         raise _Missing(f"no kernels for instruction set {isa()!r}")
-    return *FLAGS, *_FLAGS_OF[isa()]
+    return *FLAGS, *_FLAGS_OF[_set()]
+
+
+def _set() -> str:
+    """The instruction set of this machine's library: one of _FLAGS_OF, or one that has none."""
+    found = isa()
+    return "avx512_vnni" if found == "avx512" and has_vnni() else found
 
 
 def _compiler() -> tuple[str, tuple[str, ...]]:

@@ -104,8 +104,8 @@ def attend_prompt(
     kv_heads, rows, _ = k.shape
     dtype = q.dtype
     if k.dtype in PACKED:
-        # transformed queries rounded to bfloat16 are a rounding more than the model's own; whole numbers
-        # of 16 bits, which the kernel makes of 16-bit floats' queries, are finer
+        # transformed queries rounded to bfloat16 are a rounding more than the model's own. The
+        # kernel makes whole numbers of 16 bits of them where the model's are 16-bit floats
         q = stored_queries(q.float(), k)
     if q.stride(2) != 1:
         q = q.contiguous()

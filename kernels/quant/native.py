@@ -27,7 +27,7 @@ MOST_ROWS = 8  # rows that are multiplied in registers
 FOLD = 64  # columns that are summed before their scale, at most
 TILE = 6  # rows of a tile, where there are many
 INTEGER_ROWS = 32  # from which rows of 16 bits multiply as whole numbers
-INTEGER_FOLDS = range(32, 129, 16)  # columns of a fold there: less costs too much, more than 32 bits
+INTEGER_FOLDS = range(32, 129, 16)  # columns of a fold there: few cost much, many leave 32 bits
 
 
 class _Product(ctypes.Structure):

@@ -129,7 +129,7 @@ def test_what_is_not_finite_shows_and_stays(compiled):
         assert not found[4, 1].isfinite().any()
         found[4, 1] = whole[4, 1]
         assert torch.equal(found, whole)
-    for side, kept in ((0, k), (1, v)):
+    for side in (0, 1):
         broken = [k.clone(), v.clone()]
         scales_of(broken[side], side)[0, 17] = math.nan
         assert attend_prompt(q, *broken, 0.125, 291)[0].isnan().any(-1).all()
