@@ -8,6 +8,10 @@ constexpr int LANES = 16, VECTORS = LANES / W;
 constexpr int AHEAD = 8192;  // bytes between the word that is read and the one that is fetched
 constexpr int SCALES_AHEAD = 1024;
 
+// many rows: blocks of tiles of MR rows meet strips of NR outputs
+constexpr int MR = 6, NV = W == 8 ? 2 : 4, NR = NV * W;  // a tile of sums in registers
+constexpr int BLOCK_TILES = 160;                          // whose sums for NR outputs stay in L2
+
 struct Product {
     const void *x;                 // [rows][inputs]
     const int32_t *values;         // [panels][words][LANES]
@@ -95,8 +99,18 @@ static void finish(const Product &p, int row, const float *sums, const float *ot
     const int outputs = p.gated ? p.outputs / 2 : p.outputs;
     const long at = (long)row * outputs + first;
     const bool more = p.gated || p.residual;
+#if defined(__AVX512BF16__)
+    const bool plain = !more && !p.bias && p.rows > MR && p.kind == BFLOAT16 && p.out_kind == BFLOAT16;
+#endif
     for (int o = 0; o < count; o += W) {
         const int here = count - o < W ? count - o : W;
+#if defined(__AVX512BF16__)
+        if (plain && here == W) {
+            const __m256bh narrow = _mm512_cvtneps_pbh((__m512)load(sums + o));
+            memcpy((uint16_t *)p.out + at + o, &narrow, sizeof narrow);
+            continue;
+        }
+#endif
         Floats y = some_as(0, sums, o, here);
         if (p.bias) y += some_as(p.bias_kind, p.bias, first + o, here);
         if (more || p.out_kind != p.kind) y = rounded(p.kind, y);  // else it is rounded once, as it is written
@@ -118,11 +132,6 @@ static void finish(const Product &p, int row, const float *sums, const float *ot
         memcpy((char *)p.out + (at + o) * size, held, here * size);
     }
 }
-
-// ---- many rows: blocks of tiles of MR rows meet strips of NR outputs
-
-constexpr int MR = 6, NV = W == 8 ? 2 : 4, NR = NV * W;  // a tile of sums in registers
-constexpr int BLOCK_TILES = 160;                          // whose sums for NR outputs stay in L2
 
 // Tiles of a block, at most BLOCK_TILES, as many in each, and fewer where threads would find no work.
 INLINE int tiles_of_block(int tiles, int strips, int threads) {
