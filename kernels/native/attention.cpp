@@ -5,9 +5,12 @@
 #include "scratch.h"
 
 extern "C" int omnikv_attend_packed(const Call *c, int kind);
+extern "C" int omnikv_attend_together(const Call *c, int kind);
 
-// kind: one of kinds.h, of K and V. Returns 0, or 1 for a kind that this build lacks.
+// kind: one of kinds.h, of K and V. Returns 0, 1 for a kind that this build lacks, or 2 without memory.
 extern "C" int omnikv_attend(const Call *c, int kind) {
+    const int found = omnikv_attend_together(c, kind);
+    if (found != 1) return found;
     if (kind == FLOAT32) attend<Float32, Float32>(*c);
     else if (kind == BFLOAT16) attend<BFloat16, BFloat16>(*c);
 #if defined(HAS_FLOAT16)
@@ -68,7 +71,7 @@ static int attend_heads(const Call &given, int kind, const char *q, char *out) {
     Call c = given;
     c.q = folded, c.out = folded + total;
     for (int pass = 0; pass < 2; pass++) {
-        if (pass && omnikv_attend(&c, kind)) return 1;
+        if (const int found = pass ? omnikv_attend(&c, kind) : 0) return found;
         long at = 0;  // in q and out
         for (int j = 0; j < c.queries; j++)
             for (int h = 0; h < c.heads * c.group; h++) {

@@ -47,6 +47,7 @@ SOURCES = (
     "gates.cpp",
     "integers.cpp",
     "kept.cpp",
+    "lanes.cpp",
     "learn.cpp",
     "noisy.cpp",
     "packed.cpp",
