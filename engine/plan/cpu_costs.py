@@ -65,15 +65,15 @@ COSTS = {
 # choosing shows. The worst of two shapes, as above (benchmarks/results/exact/kernels-native-*)
 _CHOICE = CpuCosts(filter=1.3, row=1.7, choice=1_000_000)
 _PAIRS = {
-    2: replace(_CHOICE, query=0.17, kv=1.6, weight=0.12),
-    4: replace(_CHOICE, query=0.12, kv=1.2, weight=0.15),
+    2: replace(_CHOICE, query=0.07, kv=1.6, weight=0.14),
+    4: replace(_CHOICE, query=0.09, kv=1.2, weight=0.15),
 }
 NATIVE = {
     "avx2": {
-        2: replace(_CHOICE, query=0.33, kv=2.0, weight=0.34),
-        4: replace(_CHOICE, query=0.18, kv=1.7, weight=0.18),
+        2: replace(_CHOICE, query=0.28, kv=2.0, weight=0.35),
+        4: replace(_CHOICE, query=0.11, kv=1.7, weight=0.18),
     },
-    "avx512": {2: replace(_CHOICE, query=0.2, kv=1.6, weight=0.34), 4: _PAIRS[4]},
+    "avx512": {2: replace(_CHOICE, query=0.19, kv=1.6, weight=0.18), 4: _PAIRS[4]},
     "avx512_bf16": _PAIRS,
     "amx": _PAIRS,
 }

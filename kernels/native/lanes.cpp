@@ -369,7 +369,7 @@ constexpr int least_queries() {
 #if defined(__AVX512BF16__)
     if (K::pairs) return 5;
 #endif
-    return std::is_same<K, Float32>::value ? (W == 16 ? 5 : 7) : W == 16 ? 12 : 8;
+    return std::is_same<K, Float32>::value ? (W == 16 ? 5 : 7) : W == 16 ? 14 : 8;
 }
 
 template <class K>
