@@ -65,7 +65,7 @@ COSTS = {
 # choosing shows. The worst of two shapes, as above (benchmarks/results/exact/kernels-native-*)
 _CHOICE = CpuCosts(filter=1.3, row=1.7, choice=1_000_000)
 _PAIRS = {
-    2: replace(_CHOICE, query=0.07, kv=1.6, weight=0.14),
+    2: replace(_CHOICE, query=0.06, kv=1.6, weight=0.14),
     4: replace(_CHOICE, query=0.09, kv=1.2, weight=0.15),
 }
 NATIVE = {
