@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import engine.base.openmp  # noqa: F401  before torch: says how its threads wait
+import engine.base.cores.openmp  # noqa: F401  before torch: says how many threads, and how they wait
 
 _HOMES = {
     "AsyncLLM": "engine.asynchronous.llm",

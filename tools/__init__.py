@@ -13,4 +13,4 @@ from engine.terminal.sigint import leave_quietly
 
 leave_quietly("tools")
 
-import engine.base.openmp  # noqa: E402, F401  before torch: says how its threads wait
+import engine.base.cores.openmp  # noqa: E402, F401  before torch: says how many threads, and how they wait

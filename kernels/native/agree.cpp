@@ -1,5 +1,6 @@
 // In how many tables the signs of tokens are those of queries (kernels/sketch/agreement.py): codes of one
 // table lie token beside token, and are compared by vectors.
+#include "team.h"
 #include "vector.h"
 
 namespace {
@@ -87,13 +88,12 @@ int agree(const Agree &c, int head, int first, int count) {
 
 extern "C" void omnikv_agree(const Agree *given) {
     const Agree &c = *given;
-#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && c.heads > 1)
-    for (int head = 0; head < c.heads; head++) {
+    share(c.threads, c.heads, 1, [&](int head) {
         int found = 0;
         for (int first = 0; first < c.tokens; first += TILE)
             found += agree(c, head, first, first + TILE < c.tokens ? TILE : c.tokens - first);
         c.found[head] = found;
-    }
+    });
 }
 
 extern "C" int omnikv_sizeof_agree() { return sizeof(Agree); }

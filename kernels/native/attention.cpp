@@ -22,11 +22,14 @@ extern "C" int omnikv_attend(const Call *c, int kind) {
 
 namespace {
 
+constexpr long LITTLE = 1 << 15;  // logits that another thread is not woken for
+
 // scores[t] = the most of logits [heads][ahead] over heads, of exp(logit - lse) where there is an lse.
 static void head_most(const float *logits, const float *lse, int heads, long ahead, int rows, int threads,
                       float *scores) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 16384)
-    for (int t = 0; t < rows; t += W) {
+    const long blocks = (rows + W - 1) / W;
+    share((long)rows * heads > LITTLE ? threads : 1, blocks, 64, [&](long block) {
+        const int t = block * W;
         if (t + W <= rows) {
             Floats top = all(-INFINITY);
             for (int h = 0; h < heads; h++) {
@@ -34,7 +37,7 @@ static void head_most(const float *logits, const float *lse, int heads, long ahe
                 top = most(lse ? x - lse[h] : x, top);
             }
             store(scores + t, lse ? exponential(top) : top);
-            continue;
+            return;
         }
         for (int i = t; i < rows; i++) {
             float top = -INFINITY;
@@ -44,7 +47,7 @@ static void head_most(const float *logits, const float *lse, int heads, long ahe
             }
             scores[i] = lse ? exponential(all(top))[0] : top;
         }
-    }
+    });
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include "int8.h"
 #include "int8_dot.h"
 #include "pairs.h"
+#include "team.h"
 
 namespace {
 
@@ -364,8 +365,7 @@ static void merge(const Call &c, int head) {
 template <class K, class V>
 static void attend(const Call &c) {
     const int splits = splits_of(c, c.visited), work = splits * c.heads;
-#pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (c.threads > 1 && work > 1)
-    for (int i = 0; i < work; i++) attend_split<K, V>(c, i / splits, i % splits);
+    share(c.threads, work, 1, [&](int i) { attend_split<K, V>(c, i / splits, i % splits); });
     for (int head = 0; head < c.heads; head++) merge<V>(c, head);
 }
 

@@ -1,6 +1,7 @@
 // Pages of K by their elementwise extremes: kept up to date, bounded for a query, and the largest chosen
 // (kernels/select/page_bounds.py). What chooses is topk.cpp.
 #include "rounding.h"
+#include "team.h"
 
 extern "C" void omnikv_topk(const float *scores, long stride, int rows, int columns, const int32_t *lo,
                             const int32_t *hi, const int32_t *k, int32_t *out, int room, int32_t *counts);
@@ -90,8 +91,7 @@ int choose_pages(const Pages &c) {
     const int newest = (c.length - 1) / c.size;
     const int first = (c.known < c.length ? c.known : c.length - 1) / c.size;
     const long row = (long)c.dim * K::bytes;
-#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && newest > 4096)
-    for (int head = 0; head < c.heads; head++) {
+    share(newest > 4096 ? c.threads : 1, c.heads, 1, [&](int head) {
         char *low = c.low + head * c.page_head, *high = c.high + head * c.page_head;
         for (int page = first; page <= newest; page++) {
             const int from = page * c.size, stop = from + c.size < c.length ? from + c.size : c.length;
@@ -101,7 +101,7 @@ int choose_pages(const Pages &c) {
         const int32_t none = 0;
         omnikv_topk(c.bounds + head * c.bound_head, 0, 1, newest, &none, &newest, &c.wanted,
                     c.pages + (long)head * c.room, c.room, c.counts + head);
-    }
+    });
     return 0;
 }
 

@@ -5,6 +5,7 @@
 #include "indexed.h"
 #include "learnt.h"
 #include "scratch.h"
+#include "team.h"
 
 extern "C" void omnikv_topk(const float *scores, long stride, int rows, int columns, const int32_t *lo,
                             const int32_t *hi, const int32_t *k, int32_t *out, int room, int32_t *counts);
@@ -222,26 +223,19 @@ void largest_scores(const Choice &c, int choice) {
 template <class Score>
 void choose_all(const Choice &c, int unscored, const Score &score) {
     const int choices = c.reduce == NONE ? c.heads * c.group : c.heads, work = c.heads * c.group;
-#pragma omp parallel num_threads(c.threads) if (c.threads > 1)
-    {
-#pragma omp for schedule(static)
-        for (int i = 0; i < unscored; i++) score(i);
-#pragma omp for schedule(static)
-        for (int i = 0; i < choices; i++) largest_scores(c, i);
-#pragma omp for schedule(static)
-        for (int i = 0; i < (c.weights ? work : 0); i++) weigh_choice(c, i);
-    }
+    share(c.threads, unscored, 1, score);
+    share(c.threads, choices, 1, [&](int i) { largest_scores(c, i); });
+    if (c.weights) share(c.threads, work, 1, [&](int i) { weigh_choice(c, i); });
 }
 
 // Runs part(head, first, stop) over pieces of all tokens of all heads.
 template <class Part>
 void in_parts(const Choice &c, const Part &part) {
     const int parts = c.tokens > c.first ? (c.tokens - c.first + PART - 1) / PART : 0, work = parts * c.heads;
-#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && work > 1)
-    for (int i = 0; i < work; i++) {
+    share(c.threads, work, 1, [&](int i) {
         const int first = c.first + i % parts * PART;
         part(i / parts, first, first + PART < c.tokens ? first + PART : c.tokens);
-    }
+    });
 }
 
 template <class K>

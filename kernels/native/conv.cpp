@@ -3,6 +3,7 @@
 // prompt's chunk finds them one after the other.
 #include "kinds.h"
 #include "rounding.h"
+#include "team.h"
 
 namespace {
 
@@ -81,11 +82,10 @@ template <class K>
 static int convolve_all(const Conv &c) {
     const int blocks = (c.channels + BLOCK - 1) / BLOCK;
     const bool many = c.threads > 1 && (long)c.count * c.channels > 65536;
-#pragma omp parallel for schedule(static) num_threads(c.threads) if (many)
-    for (int unit = 0; unit < c.batch * blocks; unit++) {
+    share(many ? c.threads : 1, (long)c.batch * blocks, 1, [&](int unit) {
         const int first = unit % blocks * BLOCK, left = c.channels - first;
         convolve_block<K>(c, unit / blocks, first, left < BLOCK ? left : BLOCK);
-    }
+    });
     const long row = (long)c.channels * K::bytes;
     for (int token = 0; token < c.batch * c.count && c.positions; token++) {
         const int b = token / c.count, i = token % c.count;

@@ -2,6 +2,7 @@
 // (kernels/sketch/drawn.py): a row counts for one over the probability with which it is drawn.
 #include "attention.h"
 #include "scratch.h"
+#include "team.h"
 
 namespace {
 
@@ -98,8 +99,7 @@ int all_heads(const Drawn &c) {
     const long each = c.dim + (long)c.group * BLOCK;
     float *rows = (float *)scratch.get(sizeof(float) * each * c.heads);
     if (!rows) return 2;
-#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && c.heads > 1)
-    for (int head = 0; head < c.heads; head++) attend_drawn<K>(c, head, rows + head * each);
+    share(c.threads, c.heads, 1, [&](int head) { attend_drawn<K>(c, head, rows + head * each); });
     return 0;
 }
 

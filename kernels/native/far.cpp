@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "rounding.h"
 #include "scratch.h"
+#include "team.h"
 #include "turn.h"
 
 extern "C" int omnikv_attend(const Call *c, int kind);
@@ -225,8 +226,7 @@ int far_and_near(const Far &c, int kind) {
     if (const int fault = omnikv_attend(&call, kind)) return fault;
     float *const far = lse + queries + parts, *const best = far + (long)queries * c.dim, *const sum = best + queries;
     float *const keys = sum + queries;
-#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1)
-    for (int head = 0; head < c.heads; head++) {
+    share(c.threads, c.heads, 1, [&](int head) {
         const long at = (long)head * c.group;
         if (c.far)
             attend_far<K>(c, head, turns, memory + head * own, keys + head * each,
@@ -238,7 +238,7 @@ int far_and_near(const Far &c, int kind) {
             for (; t + W <= c.near; t += W) store(weights + t, exponential(load(weights + t) - lse[r]));
             for (; t < c.near; t++) weights[t] = expf(weights[t] - lse[r]);
         }
-    }
+    });
     return 0;
 }
 

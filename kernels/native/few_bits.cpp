@@ -5,6 +5,7 @@
 // A panel holds LANES outputs: for each few columns one 32-bit word of every output. Part j of a word
 // belongs to its j-th column, from the lowest bits up, and has a sign.
 #include "few_bits.h"
+#include "team.h"
 
 namespace {
 
@@ -83,8 +84,8 @@ static void few_rows(const Product &p) {
     const long ahead = padded + folds + (long)panels * LANES;
     for (int row = 0; row < p.rows; row++)
         prepare(p, row, padded, p.scratch + row * ahead, p.scratch + row * ahead + padded);
-#pragma omp parallel for schedule(static) num_threads(p.threads) if (p.threads > 1)
-    for (int panel = 0; panel < panels; panel++)
+    const long bytes = (long)LANES * p.words * 4;
+    share(p.threads, panels, bytes < PIECE ? PIECE / bytes : 1, [&](int panel) {
         for (int row = 0; row < p.rows; row += FEW) {
             const float *x[FEW], *sums[FEW];
             float *out[FEW];
@@ -99,6 +100,7 @@ static void few_rows(const Product &p) {
             else if (left <= 6) multiply_panel<BITS, S, FEW == 4 ? 4 : 6>(p, panel, x, sums, out);
             else multiply_panel<BITS, S, FEW>(p, panel, x, sums, out);
         }
+    });
     for (int row = 0; row < p.rows; row++) {
         const float *sums = p.scratch + row * ahead + padded + folds;
         finish(p, row, sums, sums + p.outputs / 2, 0, p.gated ? p.outputs / 2 : p.outputs);
@@ -216,44 +218,39 @@ static void many_rows(const Product &p) {
     const int cells = p.words * PARTS / T::columns, tiles = (p.rows + MR - 1) / MR;
     const int strips = (p.outputs + NR - 1) / NR, of_block = tiles_of_block(tiles, strips, p.threads);
     const int panels = (p.outputs + LANES - 1) / LANES, blocks = (tiles + of_block - 1) / of_block;
-#pragma omp parallel num_threads(p.threads) if (p.threads > 1)
-    {
-#pragma omp for schedule(static)
-        for (int tile = 0; tile < tiles; tile++) {
-            const int block = tile / of_block, first = block * of_block;
-            const int beside = tiles - first < of_block ? tiles - first : of_block;
-            for (int k = 0; k < p.words; k += STEP) {
-                const int words = p.words - k < STEP ? p.words - k : STEP, depth = words * PARTS / T::columns;
-                Cell *to = packed + (long)first * MR * cells + (long)beside * MR * (k * PARTS / T::columns) +
-                           (long)(tile - first) * MR * depth;
-                for (int r = 0; r < MR; r++, to += depth) {
-                    if (tile * MR + r < p.rows) T::pack(p, tile * MR + r, k * PARTS, words * PARTS, to);
-                    else memset(to, 0, depth * sizeof(Cell));
-                }
+    share(p.threads, tiles, 1, [&](int tile) {
+        const int block = tile / of_block, first = block * of_block;
+        const int beside = tiles - first < of_block ? tiles - first : of_block;
+        for (int k = 0; k < p.words; k += STEP) {
+            const int words = p.words - k < STEP ? p.words - k : STEP, depth = words * PARTS / T::columns;
+            Cell *to = packed + (long)first * MR * cells + (long)beside * MR * (k * PARTS / T::columns) +
+                       (long)(tile - first) * MR * depth;
+            for (int r = 0; r < MR; r++, to += depth) {
+                if (tile * MR + r < p.rows) T::pack(p, tile * MR + r, k * PARTS, words * PARTS, to);
+                else memset(to, 0, depth * sizeof(Cell));
             }
         }
-#pragma omp for schedule(dynamic)
-        for (int work = 0; work < blocks * strips; work++) {
-            alignas(64) float sums[BLOCK_TILES * MR * NR];
-            alignas(64) Cell weights[DEPTH * NR];
-            const int block = work / strips, output = work % strips * NR, first = block * of_block;
-            const int beside = tiles - first < of_block ? tiles - first : of_block;
-            for (int k = 0; k < p.words; k += STEP) {
-                const int words = p.words - k < STEP ? p.words - k : STEP, depth = words * PARTS / T::columns;
-                for (int n = 0; n < NR; n += LANES) {
-                    const int panel = (output + n) / LANES;  // the last one again beyond the end: not used
-                    widen<BITS, S, T>(p, panel < panels ? panel : panels - 1, k, k + words, weights + n);
-                }
-                const long before = (long)first * cells + (long)beside * (k * PARTS / T::columns);
-                const Cell *x = packed + before * MR;
-                for (int tile = 0; tile < beside; tile++)
-                    multiply_tile<T>(x + (long)tile * MR * depth, weights, depth, !k, sums + tile * MR * NR);
+    });
+    share(p.threads, (long)blocks * strips, 1, [&](int work) {
+        alignas(64) float sums[BLOCK_TILES * MR * NR];
+        alignas(64) Cell weights[DEPTH * NR];
+        const int block = work / strips, output = work % strips * NR, first = block * of_block;
+        const int beside = tiles - first < of_block ? tiles - first : of_block;
+        for (int k = 0; k < p.words; k += STEP) {
+            const int words = p.words - k < STEP ? p.words - k : STEP, depth = words * PARTS / T::columns;
+            for (int n = 0; n < NR; n += LANES) {
+                const int panel = (output + n) / LANES;  // the last one again beyond the end: not used
+                widen<BITS, S, T>(p, panel < panels ? panel : panels - 1, k, k + words, weights + n);
             }
-            const int rows = p.rows - first * MR < beside * MR ? p.rows - first * MR : beside * MR;
-            const int count = p.outputs - output < NR ? p.outputs - output : NR;
-            for (int r = 0; r < rows; r++) finish(p, first * MR + r, sums + r * NR, nullptr, output, count);
+            const long before = (long)first * cells + (long)beside * (k * PARTS / T::columns);
+            const Cell *x = packed + before * MR;
+            for (int tile = 0; tile < beside; tile++)
+                multiply_tile<T>(x + (long)tile * MR * depth, weights, depth, !k, sums + tile * MR * NR);
         }
-    }
+        const int rows = p.rows - first * MR < beside * MR ? p.rows - first * MR : beside * MR;
+        const int count = p.outputs - output < NR ? p.outputs - output : NR;
+        for (int r = 0; r < rows; r++) finish(p, first * MR + r, sums + r * NR, nullptr, output, count);
+    });
 }
 
 template <int BITS, class S>

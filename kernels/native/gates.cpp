@@ -4,6 +4,7 @@
 
 #include "kinds.h"
 #include "rounding.h"
+#include "team.h"
 
 namespace {
 
@@ -38,8 +39,7 @@ INLINE void gate_row(const float *x, const char *z, const char *weight, int size
 template <class K>
 static int gated_norm(const Call &c) {
     const long row = (long)c.size * K::bytes;
-#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && c.count > 16)
-    for (int token = 0; token < c.batch * c.count; token++) {
+    share(c.count > 16 ? c.threads : 1, (long)c.batch * c.count, 4, [&](int token) {
         const char *z = c.z + token / c.count * c.z_batch + token % c.count * c.z_row;
         for (int head = 0; head < c.heads; head++) {
             const long at = (long)token * c.heads + head;
@@ -47,7 +47,7 @@ static int gated_norm(const Call &c) {
             if (c.wide) gate_row<K, Float32>(x, z + head * row, c.weight, c.size, c.eps, c.out + at * row);
             else gate_row<K, K>(x, z + head * row, c.weight, c.size, c.eps, c.out + at * row);
         }
-    }
+    });
     return 0;
 }
 

@@ -5,6 +5,7 @@
 // A cell is two columns of one output, 16 bits each, or of a row of x. Their order within a word of a
 // panel is the one in which two shifts take them apart.
 #include "few_bits.h"
+#include "team.h"
 #include "whole.h"
 
 namespace {
@@ -158,46 +159,41 @@ static void many_rows(const Product &p) {
     const auto place = [&](int first, int beside, int depth) {
         return packed + (long)first * MR * row_size + (long)beside * MR * whole.record * depth;
     };
-#pragma omp parallel num_threads(p.threads) if (p.threads > 1)
-    {
-#pragma omp for schedule(static)
-        for (int tile = 0; tile < tiles; tile++) {
-            const int first = tile / of_block * of_block;
-            const int beside = tiles - first < of_block ? tiles - first : of_block;
-            for (int n = 0; n < depths; n++) {
-                const Depth &d = n + 1 < depths ? whole : last;
-                int32_t *to = place(first, beside, n) + (long)(tile - first) * MR * d.record;
-                for (int r = 0; r < MR; r++, to += d.record) {
-                    if (tile * MR + r < p.rows) pack<BITS>(p, tile * MR + r, n * step * PARTS, d, to);
-                    else memset(to, 0, d.record * 4);
-                }
+    share(p.threads, tiles, 1, [&](int tile) {
+        const int first = tile / of_block * of_block;
+        const int beside = tiles - first < of_block ? tiles - first : of_block;
+        for (int n = 0; n < depths; n++) {
+            const Depth &d = n + 1 < depths ? whole : last;
+            int32_t *to = place(first, beside, n) + (long)(tile - first) * MR * d.record;
+            for (int r = 0; r < MR; r++, to += d.record) {
+                if (tile * MR + r < p.rows) pack<BITS>(p, tile * MR + r, n * step * PARTS, d, to);
+                else memset(to, 0, d.record * 4);
             }
         }
-#pragma omp for schedule(dynamic)
-        for (int work = 0; work < blocks * strips; work++) {
-            alignas(64) float sums[BLOCK_TILES * MR * NR], scales[FOLDS * NR], offsets[FOLDS * NR];
-            alignas(64) int32_t weights[DEPTH * NR];
-            const int output = work % strips * NR, first = work / strips * of_block;
-            const int beside = tiles - first < of_block ? tiles - first : of_block;
-            for (int n = 0; n < depths; n++) {
-                const Depth &d = n + 1 < depths ? whole : last;
-                for (int o = 0; o < NR; o += LANES) {
-                    const int panel = (output + o) / LANES;  // the last one again beyond the end: not used
-                    widen<BITS, S>(p, panel < panels ? panel : panels - 1, n * step, d, weights + o, scales + o,
-                                   offsets + o);
-                }
-                const int32_t *x = place(first, beside, n);
-                for (int tile = 0; tile < beside; tile++, x += MR * d.record) {
-                    float *to = sums + tile * MR * NR;
-                    if (p.zero || p.offsets) multiply_tile<true>(x, d, weights, scales, offsets, !n, to);
-                    else multiply_tile<false>(x, d, weights, scales, offsets, !n, to);
-                }
+    });
+    share(p.threads, (long)blocks * strips, 1, [&](int work) {
+        alignas(64) float sums[BLOCK_TILES * MR * NR], scales[FOLDS * NR], offsets[FOLDS * NR];
+        alignas(64) int32_t weights[DEPTH * NR];
+        const int output = work % strips * NR, first = work / strips * of_block;
+        const int beside = tiles - first < of_block ? tiles - first : of_block;
+        for (int n = 0; n < depths; n++) {
+            const Depth &d = n + 1 < depths ? whole : last;
+            for (int o = 0; o < NR; o += LANES) {
+                const int panel = (output + o) / LANES;  // the last one again beyond the end: not used
+                widen<BITS, S>(p, panel < panels ? panel : panels - 1, n * step, d, weights + o, scales + o,
+                               offsets + o);
             }
-            const int rows = p.rows - first * MR < beside * MR ? p.rows - first * MR : beside * MR;
-            const int count = p.outputs - output < NR ? p.outputs - output : NR;
-            for (int r = 0; r < rows; r++) finish(p, first * MR + r, sums + r * NR, nullptr, output, count);
+            const int32_t *x = place(first, beside, n);
+            for (int tile = 0; tile < beside; tile++, x += MR * d.record) {
+                float *to = sums + tile * MR * NR;
+                if (p.zero || p.offsets) multiply_tile<true>(x, d, weights, scales, offsets, !n, to);
+                else multiply_tile<false>(x, d, weights, scales, offsets, !n, to);
+            }
         }
-    }
+        const int rows = p.rows - first * MR < beside * MR ? p.rows - first * MR : beside * MR;
+        const int count = p.outputs - output < NR ? p.outputs - output : NR;
+        for (int r = 0; r < rows; r++) finish(p, first * MR + r, sums + r * NR, nullptr, output, count);
+    });
 }
 
 template <int BITS>

@@ -348,13 +348,10 @@ static bool attend_lanes(const Call &c, int head, int s) {
 template <class K, class V>
 static int attend_together(const Call &c) {
     const int splits = splits_of(c, c.visited), work = splits * c.heads;
-    int lacking = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (c.threads > 1 && work > 1)
-    for (int i = 0; i < work; i++)
-        if (!attend_lanes<K, V>(c, i / splits, i % splits)) {
-#pragma omp atomic write
-            lacking = 1;
-        }
+    std::atomic<int> lacking{0};
+    share(c.threads, work, 1, [&](int i) {
+        if (!attend_lanes<K, V>(c, i / splits, i % splits)) lacking = 1;
+    });
     if (lacking) return 2;
     for (int head = 0; head < c.heads; head++) merge<V>(c, head);
     return 0;

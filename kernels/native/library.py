@@ -61,6 +61,7 @@ SOURCES = (
     "sketch.cpp",
     "ssd.cpp",
     "step.cpp",
+    "team.cpp",
     "topk.cpp",
     "turns.cpp",
 )

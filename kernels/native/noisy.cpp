@@ -1,5 +1,6 @@
 // What a query weighs rows by, whose logits get Gumbel noise and a temperature before their softmax: the
 // score of Keyformer. The noise is drawn from counters: kernels/kept/noisy.py says how.
+#include "team.h"
 #include "vector.h"
 
 namespace {
@@ -109,8 +110,7 @@ void weigh_noisy(const Noisy &c, int r) {
 
 extern "C" void omnikv_weigh_noisy(const Noisy *c) {
     const int queries = c->heads * c->group;
-#pragma omp parallel for schedule(static) num_threads(c->threads) if (c->threads > 1)
-    for (int r = 0; r < queries; r++) weigh_noisy(*c, r);
+    share(c->threads, queries, 1, [&](int r) { weigh_noisy(*c, r); });
 }
 
 // The random bits [heads][group][rows] of the noise, for a comparison with torch's.

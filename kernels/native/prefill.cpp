@@ -9,6 +9,7 @@
 
 #include <type_traits>
 
+#include "team.h"
 #include "whole.h"
 
 namespace {
@@ -423,23 +424,19 @@ static void run_unit(const Call &c, int head, int first, int last, Work<M> &w) {
 template <class M, class Q, class X>
 static int run(const Call &c) {
     if (c.queries < 1) return 0;
-    int lacking = 0;
+    std::atomic<int> lacking{0};
     const int most = UNIT / c.group > 0 ? UNIT / c.group : 1;
     // as many units for a few threads, but none that packs for a handful of queries
     const int units = (c.queries + most - 1) / most, size = (c.queries + units - 1) / units;
-#pragma omp parallel num_threads(c.threads) if (c.threads > 1 && units * c.kv_heads > 1)
-    {
+    in_pieces(c.threads, (long)units * c.kv_heads, 1, [&](Pieces &pieces) {
         Work<M> work(c);
-        if (!work.block) {
-#pragma omp atomic write
-            lacking = 1;
-        }
-#pragma omp for schedule(dynamic)
-        for (int i = 0; i < units * c.kv_heads; i++) {
-            const int first = i / c.kv_heads * size, last = first + size < c.queries ? first + size : c.queries;
-            if (first < last && work.block) run_unit<M, Q, X>(c, i % c.kv_heads, first, last, work);
-        }
-    }
+        if (!work.block) lacking = 1;
+        for (long at, stop; work.block && pieces.next(at, stop);)
+            for (long i = at; i < stop; i++) {
+                const int first = i / c.kv_heads * size, end = first + size < c.queries ? first + size : c.queries;
+                if (first < end) run_unit<M, Q, X>(c, i % c.kv_heads, first, end, work);
+            }
+    });
     return lacking ? 2 : 0;
 }
 

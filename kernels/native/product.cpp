@@ -2,6 +2,7 @@
 // follows it (bias, SwiGLU, residual). Each weight is read once, as it is stored; sums are float32.
 #include "norm.h"
 #include "scratch.h"
+#include "team.h"
 
 namespace {
 
@@ -196,8 +197,9 @@ static int run(const Call &c) {
     if (!x) return 2;
     prepare<P>(c, x, ahead);
     const bool many = c.threads > 1 && (long)m.outputs * m.inputs * P::Kind::bytes > LITTLE;
-#pragma omp parallel for schedule(static) num_threads(c.threads) if (many)
-    for (int first = 0; first < outputs; first += W)
+    const long blocks = (outputs + W - 1) / W, of_block = (long)W * m.inputs * P::Kind::bytes;
+    share(many ? c.threads : 1, blocks, of_block < PIECE ? PIECE / of_block : 1, [&](long block) {
+        const int first = block * W;
         for (int r = 0; r < c.rows; r += MOST) {
             const long at = (long)r * outputs, bytes = P::Kind::bytes;
             Call some = c;
@@ -206,6 +208,7 @@ static int run(const Call &c) {
             some.out = c.out + at * (c.wide ? 4 : bytes);
             finish<P>(some, x + (long)r * ahead, ahead, first, outputs - first < W ? outputs - first : W);
         }
+    });
     return 0;
 }
 

@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "rounding.h"
 #include "scratch.h"
+#include "team.h"
 #include "turn.h"
 
 namespace {
@@ -175,8 +176,7 @@ int all_rebuilt(const Rebuilt &c) {
     const long each = Room::floats(c);
     float *memory = (float *)scratch.get(sizeof(float) * each * c.heads);
     if (!memory) return 2;
-#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && c.heads > 1)
-    for (int head = 0; head < c.heads; head++) attend_rebuilt<K>(c, head, Room(c, memory + head * each));
+    share(c.threads, c.heads, 1, [&](int head) { attend_rebuilt<K>(c, head, Room(c, memory + head * each)); });
     return 0;
 }
 

@@ -9,6 +9,7 @@
 #include "kinds.h"
 #include "rounding.h"
 #include "scratch.h"
+#include "team.h"
 #include "unit.h"
 
 namespace {
@@ -192,16 +193,13 @@ static void key_head(const Call &c, int b, int head, const Work &w) {
 
 template <class K>
 static int delta_chunk(const Call &c) {
-    int failed = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(c.threads) if (c.threads > 1)
-    for (int unit = 0; unit < c.batch * c.heads; unit++) {
+    std::atomic<int> failed{0};
+    share(c.threads, (long)c.batch * c.heads, 1, [&](int unit) {
         static thread_local Scratch scratch;
         void *at = scratch.get(Work::bytes(c));
         if (at) key_head<K>(c, unit / c.heads, unit % c.heads, Work(at, c));
-        else
-#pragma omp atomic write
-            failed = 2;
-    }
+        else failed = 2;
+    });
     return failed;
 }
 

@@ -1,5 +1,6 @@
 // Rows of K and V rounded to few bits as kernels/rows/int8.py, rows_int4.py and rows_fp8.py round
 // them, to the bit: no product is added in one rounding, and errors are summed as whole numbers.
+#include "team.h"
 #include "vector.h"
 
 namespace {
@@ -140,23 +141,21 @@ static void pack_int4_values(const float *x, int dim, uint8_t *out) {
 // kind: INT8, INT4_KEYS, INT4_VALUES or FP8. x float32 [rows][dim], out [rows][width].
 extern "C" void omnikv_pack(const float *x, long rows, int dim, int width, int kind, int threads,
                             uint8_t *out) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * dim > 65536)
-    for (long i = 0; i < rows; i++) {
+    share(rows * dim > 65536 ? threads : 1, rows, 64, [&](long i) {
         const float *const from = x + i * dim;
         uint8_t *const to = out + i * width;
         if (kind == INT8) pack_int8(from, dim, to);
         else if (kind == INT4_KEYS) pack_int4_keys(from, dim, to);
         else if (kind == INT4_VALUES) pack_int4_values(from, dim, to);
         else pack_fp8(from, dim, to);
-    }
+    });
 }
 
 // The transform of kernels/rows/hadamard.py over factor: runs of `run` elements of either half, and the
 // halves. x [rows][dim] to out, 1024 elements at most.
 extern "C" void omnikv_transform(const float *x, long rows, int dim, int run, double factor, int threads,
                                  float *out) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * dim > 65536)
-    for (long i = 0; i < rows; i++) {
+    share(rows * dim > 65536 ? threads : 1, rows, 64, [&](long i) {
         double held[2][1024], *a = held[0], *b = held[1];
         for (int d = 0; d < dim; d++) a[d] = x[i * dim + d];
         // a stage takes neighbours to the halves of another row: log2(run) of them are the transform
@@ -175,5 +174,5 @@ extern "C" void omnikv_transform(const float *x, long rows, int dim, int run, do
             out[i * dim + d] = (float)((low + high) / factor) + 0.f;
             out[i * dim + dim / 2 + d] = (float)((low - high) / factor) + 0.f;
         }
-    }
+    });
 }

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "rounding.h"
 #include "scratch.h"
+#include "team.h"
 #include "turn.h"
 
 namespace {
@@ -91,8 +92,7 @@ int all_shares(const Shares &c) {
     const long each = 4L * c.count;
     float *l = (float *)scratch.get(sizeof(float) * each * c.heads);
     if (!l) return 2;
-#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && c.heads > 1)
-    for (int head = 0; head < c.heads; head++) shares_of<K>(c, head, l + head * each);
+    share(c.threads, c.heads, 1, [&](int head) { shares_of<K>(c, head, l + head * each); });
     return 0;
 }
 
@@ -343,16 +343,12 @@ int all_coded(const Coded &c, bool learns) {
     const long each = CodeRoom::floats(c);
     float *memory = (float *)scratch.get(sizeof(float) * each * c.heads);
     if (!memory) return 2;
-#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && c.heads > 1)
-    for (int head = 0; head < c.heads; head++) {
+    share(c.threads, c.heads, 1, [&](int head) {
         const CodeRoom room(c, memory + head * each);
-        if (!learns) {
-            choose_coded<K>(c, head, room);
-            continue;
-        }
+        if (!learns) return choose_coded<K>(c, head, room);
         turned<K>(c, head, 0, room.rows);
         code_of(c, head, room.rows, room.rows + c.dim);
-    }
+    });
     return 0;
 }
 

@@ -2,6 +2,7 @@
 // it: guesses of logits (kernels/sketch/guesses.py) and bounds on them (kernels/sketch/channel_bounds.py).
 #include "indexed.h"
 #include "scratch.h"
+#include "team.h"
 
 extern "C" void omnikv_topk(const float *scores, long stride, int rows, int columns, const int32_t *lo,
                             const int32_t *hi, const int32_t *k, int32_t *out, int room, int32_t *counts);
@@ -107,10 +108,10 @@ int choose_guessed(const Guess &c) {
     for (int i = 0; i < c.columns; i++) numbers[i] = i;
     if (!widen(c.row_kind, c.row, queries * c.dim, q)) return 1;
     for (long i = 0; i < queries; i++) project(c, (int)(i / c.group), q + i * c.dim, c.scale, few + i * c.columns);
-    int found = 0;
-#pragma omp parallel for schedule(static) num_threads(c.threads) reduction(+ : found) if (c.threads > 1 && c.heads > 1)
-    for (int head = 0; head < c.heads; head++)
-        found += guess<K>(c, head, few + (long)head * c.group * c.columns, numbers);
+    std::atomic<int> sum{0};
+    share(c.threads, c.heads, 1,
+          [&](int head) { sum += guess<K>(c, head, few + (long)head * c.group * c.columns, numbers); });
+    const int found = sum;
     const int32_t zero = 0;
     for (int head = 0; head < c.heads; head++) {
         int32_t wanted = found / c.heads > 1 ? found / c.heads : 1;
@@ -189,8 +190,7 @@ void bound_pages(const Bounds &c, int head) {
 
 template <class K>
 int channel_bounds(const Bounds &c) {
-#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && c.heads > 1)
-    for (int head = 0; head < c.heads; head++) bound_pages<K>(c, head);
+    share(c.threads, c.heads, 1, [&](int head) { bound_pages<K>(c, head); });
     return 0;
 }
 
@@ -251,9 +251,8 @@ int all_pages(const Paged &p) {
     float *const sizes = q + queries * p.dim;
     c.few = few, c.channels = channels;
     if (!widen(p.q_kind, p.q, queries * p.dim, q)) return 1;
-#pragma omp parallel for schedule(static) num_threads(c.threads) if (c.threads > 1 && c.heads > 1)
-    for (int head = 0; head < c.heads; head++)
-        choose_pages<K>(p, c, head, q, sizes + head * each, channels, few);
+    share(c.threads, c.heads, 1,
+          [&](int head) { choose_pages<K>(p, c, head, q, sizes + head * each, channels, few); });
     return 0;
 }
 

@@ -9,6 +9,7 @@
 #include "kinds.h"
 #include "rounding.h"
 #include "scratch.h"
+#include "team.h"
 
 namespace {
 
@@ -158,17 +159,14 @@ static void step_part(const Step &s, int n, int group, int part, int parts, cons
 template <class K>
 static int ssd_step(const Step &s) {
     const int parts = parts_of(s.of), units = s.of.batch * s.of.groups * parts;
-    int failed = 0;
-#pragma omp parallel for schedule(static) num_threads(s.of.threads) if (s.of.threads > 1)
-    for (int unit = 0; unit < units; unit++) {
+    std::atomic<int> failed{0};
+    share(s.of.threads, units, 1, [&](int unit) {
         static thread_local Scratch scratch;
         void *at = scratch.get(StepWork::bytes(s));
         const int row = unit / parts;
         if (at) step_part<K>(s, row / s.of.groups, row % s.of.groups, unit % parts, parts, StepWork(at, s));
-        else
-#pragma omp atomic write
-            failed = 2;
-    }
+        else failed = 2;
+    });
     return failed;
 }
 
@@ -265,17 +263,14 @@ static void chunk_part(const Chunk &k, int n, int group, int part, int parts, co
 template <class K>
 static int ssd_chunk(const Chunk &k) {
     const int parts = parts_of(k.of), units = k.of.batch * k.of.groups * parts;
-    int failed = 0;
-#pragma omp parallel for schedule(dynamic) num_threads(k.of.threads) if (k.of.threads > 1)
-    for (int unit = 0; unit < units; unit++) {
+    std::atomic<int> failed{0};
+    share(k.of.threads, units, 1, [&](int unit) {
         static thread_local Scratch scratch;
         void *at = scratch.get(ChunkWork::bytes(k.of));
         const int row = unit / parts;
         if (at) chunk_part<K>(k, row / k.of.groups, row % k.of.groups, unit % parts, parts, ChunkWork(at, k.of));
-        else
-#pragma omp atomic write
-            failed = 2;
-    }
+        else failed = 2;
+    });
     return failed;
 }
 

@@ -568,7 +568,7 @@ AHEAD_OF_LAUNCH = (
     ),
     Breakage(
         "P5 a container of two cores is taken for its machine",
-        "engine/plan/free_cores.py",
+        "engine/base/cores/free_cores.py",
         r'found \+= _quota\(group / "cpu\.max"\)',
         "pass",
         ("tests/engine/plan/test_free_cores.py::test_a_quota_bounds_it",),

@@ -22,7 +22,7 @@ import torch
 
 from engine.base.version import VERSION
 from engine.load.ahead.launches import FirstAnswer
-from engine.plan.free_cores import free_cores
+from engine.base.cores.free_cores import free_cores
 from engine.plan.free_memory import available_bytes
 from kernels.launch.triton import HAVE_TRITON, triton
 

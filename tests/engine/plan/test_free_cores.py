@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from engine.plan.free_cores import free_cores
+from engine.base.cores.free_cores import free_cores
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from engine.plan.free_memory import control_groups
+from engine.base.cores.control_groups import control_groups
 
 # files of a control group of version 1, beside version 2's cpu.max: microseconds of a period
 _V1 = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
