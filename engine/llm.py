@@ -78,10 +78,14 @@ class LLM:
         folder = Path(resolved.folder)
         rope, positions = resolved.rope(options.rope)
         files = model_files(folder, resolved.sizes)
-        config = files.config(rope).reaching(positions)
+        config = self._own(files.config(rope).reaching(positions))
         self._begin(Planner(name, config, options, folder, resolved, files))
         if load:
             self.load()
+
+    def _own(self, config: ModelConfig) -> ModelConfig:
+        """The configuration of what this process holds of a model."""
+        return config
 
     def _begin(self, planner: Planner) -> None:
         """Stand as planned, with nothing loaded."""

@@ -68,6 +68,26 @@ class Rows(NamedTuple):
         return torch.cat((plain, paired[:, 0::2], paired[:, 1::2]), 1).flatten()
 
 
+class Cut(NamedTuple):
+    """What a part is of a larger one that is stored: rows `first` .. stop-1, and of those the
+    columns left .. right-1. whole: the larger one's shape; right: None for all columns.
+    """
+
+    whole: tuple[int, ...]
+    first: int
+    stop: int
+    left: int = 0
+    right: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The part's shape."""
+        rows = self.stop - self.first
+        if self.right is None:
+            return rows, *self.whole[1:]
+        return rows, self.right - self.left
+
+
 @dataclass(frozen=True)
 class Target:
     """A tensor that the model wants: its name in the model, and the stored parts (name, shape) to
@@ -77,7 +97,8 @@ class Target:
     shapes are those of one. form: TURNED, a matrix stored as its transpose; MXFP4, whose parts are
     blocks and scales (weights/mxfp4.py); WIDE, float32 whatever the model's dtype; "" for none of
     them. rows: of each part's stored tensor, where the part is not all of it; () for a target whose
-    parts all are.
+    parts all are. cuts: of each part, where a process holds a share of it, as it is stored and
+    after `rows`; None: all of it; () for a target that is whole.
     """
 
     name: str
@@ -85,6 +106,7 @@ class Target:
     entry: tuple[int, int] | None = None
     form: str = ""
     rows: tuple[Rows | None, ...] = ()
+    cuts: tuple[Cut | None, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,9 +123,14 @@ class Target:
         """(name, shape) of the stored tensors that the parts are, or are entries of."""
         count = () if self.entry is None else (self.entry[1],)
         rows = self.rows or (None,) * len(self.parts)
+        cuts = self.cuts or (None,) * len(self.parts)
+        wholes = (
+            (name, shape if cut is None else cut.whole)
+            for (name, shape), cut in zip(self.parts, cuts)
+        )
         return tuple(
             (name, (*count, *(shape if some is None else (some.groups * some.size, *shape[1:]))))
-            for (name, shape), some in zip(self.parts, rows)
+            for (name, shape), some in zip(wholes, rows)
         )
 
 
@@ -219,9 +246,7 @@ class Checkpoint:
         """
         targets = sorted(targets, key=self._position)
         files = {self.tensors[name].file for target in targets for name, _ in target.parts}
-        total = sum(
-            self._part(target, name).nbytes for target in targets for name, _ in target.parts
-        )
+        total = sum(map(self._stored_bytes, targets))
         read = _Progress(len(files), total, progress)
         maps: dict[Path, _Mapped] = {}
         try:
@@ -254,28 +279,37 @@ class Checkpoint:
             dtype = torch.float32 if target.form == WIDE else dtype
             out, row = self._empty(shape, dtype, device), 0
             whole = target.rows or (None,) * len(infos)
-            for (name, info), (_, part), some in zip(infos, target.parts, whole):
+            cuts = target.cuts or (None,) * len(infos)
+            for (name, info), (_, part), some, cut in zip(infos, target.parts, whole, cuts):
                 below = out[row : row + part[0]]
                 row += part[0]
-                if some is None:
-                    maps[info.file].copy(name, info, below.view(-1), check_finite)
-                    continue
-                # a tensor of its rows' own size at a time: a group
-                one = math.prod(part[1:])
-                for group in range(some.groups):
-                    size = info.nbytes // (some.groups * some.size)  # of a row
-                    start = info.start + (group * some.size + some.first) * size
-                    count = some.stop - some.first
-                    place = replace(info, start=start, stop=start + count * size)
-                    mine = below[group * count : (group + 1) * count].view(count * one)
-                    maps[info.file].copy(name, place, mine, check_finite)
-                    if some.pairs:
-                        paired = mine.view(count, -1)[count - some.pairs :]
-                        paired.copy_(paired.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1))
+                file = maps[info.file]
+                if some is not None:
+                    file.copy_groups(name, info, some, cut, below, check_finite)
+                elif cut is not None:
+                    file.copy_cut(name, info, cut, below, check_finite)
+                else:
+                    file.copy(name, info, below.view(-1), check_finite)
             out = out.t().contiguous() if turned else out
-        for _, info in infos:
-            read.advance(info)
+        read.advance([info for _, info in infos], self._stored_bytes(target))
         return out
+
+    def _stored_bytes(self, target: Target) -> int:
+        """Bytes that a target is read from."""
+        sizes = [self._part(target, name).nbytes for name, _ in target.parts]
+        cuts = target.cuts or (None,) * len(sizes)
+        return sum(
+            size if cut is None else size // math.prod(cut.whole) * math.prod(cut.shape)
+            for size, cut in zip(self._of_rows(target, sizes), cuts)
+        )
+
+    def _of_rows(self, target: Target, sizes: list[int]) -> list[int]:
+        """`sizes` of a target's stored parts, of those parts' own rows alone."""
+        rows = target.rows or (None,) * len(sizes)
+        return [
+            size if some is None else size // some.size * (some.stop - some.first)
+            for size, some in zip(sizes, rows)
+        ]
 
     def _dequantised(
         self,
@@ -324,9 +358,9 @@ class _Progress:
         self.files: set[Path] = set()
         self.done, self.begun = 0, time.monotonic()
 
-    def advance(self, info: TensorInfo) -> None:
-        self.files.add(info.file)
-        self.done += info.nbytes
+    def advance(self, infos: list[TensorInfo], size: int) -> None:
+        self.files.update(info.file for info in infos)
+        self.done += size
         if self.report:
             seconds = time.monotonic() - self.begun
             self.report(LoadProgress(len(self.files), self.shards, self.done, self.total, seconds))
@@ -365,13 +399,73 @@ class _Mapped:
             piece = (raw if aligned else raw.clone()).view(source)
             out[at : at + count].copy_(piece)
             if check_finite and not _all_finite(out[at : at + count]):
-                stored = "a value beyond the range of " + str(out.dtype).removeprefix("torch.")
-                found = stored if _all_finite(piece) else "NaN or infinity"
-                raise BadCheckpoint(
-                    f"{self.path}: tensor {shown(name)}: found {found}, expected finite weights"
-                )
+                raise self._not_finite(name, piece, out[at : at + count])
             del raw, piece  # a live view would keep the map from closing
             self._release(start, start + count * source.itemsize)
+
+    def copy_cut(
+        self, name: str, info: TensorInfo, cut: Cut, out: torch.Tensor, check_finite: bool
+    ) -> None:
+        """Convert the rows and columns that `cut` names of the stored tensor into `out`."""
+        size = info.nbytes // cut.whole[0]  # of a stored row
+        start = info.start + cut.first * size
+        place = replace(info, start=start, stop=start + (cut.stop - cut.first) * size)
+        if cut.right is None:
+            self.copy(name, place, out.view(-1), check_finite)
+            return
+        wide = cut.whole[1]
+        # few rows at a time, of which only the columns are looked at
+        rows = max(1, CHUNK // size)
+        for row in range(0, out.shape[0], rows):
+            mine = out[row : row + rows]
+            at = place.start + row * size
+            span = len(mine) * size
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # as in `copy`
+                raw = torch.frombuffer(self.map, dtype=torch.uint8, count=span, offset=at)
+            aligned = at % BYTES[info.dtype].itemsize == 0
+            piece = (raw if aligned else raw.clone()).view(BYTES[info.dtype]).view(-1, wide)
+            mine.copy_(piece[:, cut.left : cut.right])
+            if check_finite and not _all_finite(mine):
+                raise self._not_finite(name, piece[:, cut.left : cut.right], mine)
+            del raw, piece  # as in `copy`
+            self._release(at, at + span)
+
+    def copy_groups(
+        self,
+        name: str,
+        info: TensorInfo,
+        some: Rows,
+        cut: Cut | None,
+        out: torch.Tensor,
+        check_finite: bool,
+    ) -> None:
+        """Convert the rows of each group, or of the groups that `cut` leaves, into `out`. A cut
+        takes whole groups and no columns.
+        """
+        count = some.stop - some.first
+        groups = range(some.groups)
+        if cut is not None:
+            assert cut.right is None and cut.first % count == 0 and cut.stop % count == 0
+            groups = range(cut.first // count, cut.stop // count)
+        one = out.numel() // max(1, len(groups))
+        size = info.nbytes // (some.groups * some.size)  # of a stored row
+        for number, group in enumerate(groups):
+            start = info.start + (group * some.size + some.first) * size
+            place = replace(info, start=start, stop=start + count * size)
+            mine = out[number * count : (number + 1) * count].view(one)
+            self.copy(name, place, mine, check_finite)
+            if some.pairs:
+                paired = mine.view(count, -1)[count - some.pairs :]
+                paired.copy_(paired.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1))
+
+    def _not_finite(self, name: str, stored: torch.Tensor, held: torch.Tensor) -> BadCheckpoint:
+        """The error for weights that are not finite once they are held."""
+        beyond = "a value beyond the range of " + str(held.dtype).removeprefix("torch.")
+        found = beyond if _all_finite(stored) else "NaN or infinity"
+        return BadCheckpoint(
+            f"{self.path}: tensor {shown(name)}: found {found}, expected finite weights"
+        )
 
     def _release(self, start: int, stop: int) -> None:
         """Give the mapped pages of start..stop back; they stay in the page cache."""

@@ -18,6 +18,7 @@ from engine.bank.base import Step
 from engine.model.config.block import LLAMA
 from engine.model.llama import Llama, Matrix, post_attention, pre_attention, pre_recurrence
 from engine.model.recurrent import Mixed
+from engine.model.share.matrix import Joined
 from kernels.launch.dispatch import NATIVE, choose_for
 from kernels.layer.gemv import MOST_ROWS, multiply_rows
 from kernels.layer.norm import normalize_rows
@@ -246,6 +247,8 @@ def _ours(matrix: Matrix) -> bool:
     """Whether our own kernels read a matrix."""
     if isinstance(matrix, QuantisedLinear):
         return matrix.words is not None and not matrix.dequantises
+    if isinstance(matrix, Joined):
+        return False
     return matrix.form == "plain" and matrix.weight.is_contiguous()
 
 

@@ -20,6 +20,7 @@ from engine.model.config.block import LLAMA
 from engine.model.llama import Llama, Matrix, normed_heads
 from engine.model.recurrent import Mixed
 from engine.model.rope import apply_rope
+from engine.model.share.matrix import Joined
 from kernels.layer.linear import Linear
 from kernels.layer.native_step import normalize_rows, rotate_store, usable
 from kernels.quant.linear import QuantisedLinear
@@ -160,6 +161,9 @@ def multiply(
     offset: float | None = None,
 ) -> torch.Tensor:
     """A product with what is around it, as kernels.layer.native_product.Product."""
+    if isinstance(matrix, Joined):
+        y = matrix.join(multiply(x, matrix.inner, norm, eps, None, gated, wide, offset))
+        return y if residual is None else residual + y
     product = matrix.own(x) if isinstance(matrix, Linear) else None
     if product is not None:
         return product(x, norm, eps, residual, gated, wide, offset)

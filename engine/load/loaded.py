@@ -41,6 +41,8 @@ class Loaded:
     few_bits: their bytes where that is of few bits; weights_digest: of the weights as they were
     read. host_tier: the host memory of its sessions. lock: one request at a time. learnt: what
     methods have found in a sample that the model read, by name (engine/runner/sample/text.py).
+    across, lead: of a model that several processes hold (engine/ranks/): what chooses by the heads
+    of all, and on rank 0 what has the others make each call; None: of one process.
     """
 
     name: str
@@ -58,6 +60,8 @@ class Loaded:
     host_tier: HostTier
     lock: RequestLock
     learnt: dict[str, dict[int, Any]] = field(default_factory=dict)
+    across: Any = None
+    lead: Any = None
 
     @classmethod
     def of(

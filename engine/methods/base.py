@@ -17,6 +17,7 @@ from engine.bank.base import AttendsPrompt, Bank, Opened, Step
 from engine.bank.host.streamed_attention import attend_stream
 from engine.bank.row_origins import FULL, Span
 from engine.base.errors import SettingError
+from engine.methods.across import Across
 from engine.model.config.config import ModelConfig
 from engine.model.config.latent import OPENED_ROWS
 from engine.model.low_bits import FewBits
@@ -30,6 +31,7 @@ from kernels.attention.sparse import decode_sparse
 from kernels.launch.softmax import Softmax
 from kernels.prefill.dense import prefill_dense
 from kernels.prefill.window import prefill_window
+from kernels.select.topk import select_topk
 
 # makes the logits behind tokens first .. stop-1 of a chunk or step: float32 [stop - first, vocab]
 Logits = Callable[[int, int], torch.Tensor]
@@ -211,7 +213,7 @@ class Setup:
     backend: kernel backend ("auto", "reference", "cpu", "triton"); scratch: buffers of the kernels;
     softmax: what is particular in every layer's; marks: gives the ids of special tokens and of
     punctuation, None where a session has no tokenizer; sample: reads a sample, None where there is
-    no model.
+    no model; across: chooses for the heads of all ranks, None where one process has them all.
     """
 
     config: ModelConfig
@@ -225,6 +227,7 @@ class Setup:
     softmax: tuple[Softmax, ...]
     marks: Callable[[], tuple[Collection[int], Collection[int]]] | None = None
     sample: Sample | None = None
+    across: Across | None = None
 
     @classmethod
     def of(
@@ -267,6 +270,11 @@ class Runtime:
         # no rows chosen, for each sequence
         self._none = torch.zeros(setup.batch, dtype=torch.int32, device=setup.device)
         self.needs = method.needs(setup.plan, setup.config, setup.capacity, setup.dtype.itemsize)
+
+    @property
+    def select(self) -> Callable[..., None]:
+        """Chooses tokens by the maxima over all heads, as kernels.select.topk.select_topk."""
+        return select_topk if self.setup.across is None else self.setup.across.select
 
     @property
     def nbytes(self) -> int:

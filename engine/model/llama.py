@@ -23,13 +23,16 @@ from engine.model.mixture import Mixture, Stacks
 from engine.model.per_layer import PerLayer, rounded
 from engine.model.recurrent import DeltaNet, Mixed, Mixer
 from engine.model.rope import apply_rope
+from engine.model.share.matrix import Joined
+from engine.model.share.table import SharedTable
 from kernels.layer.linear import Linear, choose_form, pack_linear
 from kernels.native.pages import moved
 from kernels.quant.linear import QuantisedLinear, pack_quantised
 from kernels.quant.matrix import Quantised
 
 NORMS = ("input_norm", "q_norm", "k_norm", "o_norm", "post_norm", "down_norm")
-Matrix = Linear | QuantisedLinear
+Matrix = Linear | QuantisedLinear | Joined
+Embedding = torch.Tensor | QuantisedLinear | SharedTable
 
 
 @dataclass
@@ -103,7 +106,7 @@ class Llama:
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    embed: torch.Tensor | QuantisedLinear  # [vocab, hidden]
+    embed: Embedding  # [vocab, hidden]
     layers: list[Layer]
     norm: torch.Tensor  # [hidden]
     lm_head: Matrix  # [vocab, hidden]
@@ -135,8 +138,9 @@ class Llama:
         if self.per_layer is not None:
             plain += self.per_layer.tensors
             packed += self.per_layer.matrices
-        head = self.lm_head
-        if head is not self.embed and not (isinstance(head, Linear) and head.weight is self.embed):
+        head = self.lm_head.inner if isinstance(self.lm_head, Joined) else self.lm_head
+        embed = self.embed.table if isinstance(self.embed, SharedTable) else self.embed
+        if head is not embed and not (isinstance(head, Linear) and head.weight is embed):
             packed.append(head)
         return (
             self.embed.nbytes
@@ -171,7 +175,7 @@ class Llama:
             return self
         head = self.lm_head.on_torch()
         embed = head if self.lm_head is self.embed else self.embed
-        assert not isinstance(embed, Linear)
+        assert not isinstance(embed, Linear | Joined)
         layers = [layer.on_torch() for layer in self.layers]
         more = None if self.per_layer is None else self.per_layer.on_torch()
         return replace(self, embed=embed, layers=layers, lm_head=head, per_layer=more)
@@ -477,7 +481,7 @@ def assemble(
                 packed[base] = pack_linear(weight, bias, form=form)
             del weight
     embed = packed.get("embed", plain.get("embed"))
-    assert embed is not None and not isinstance(embed, Linear)
+    assert embed is not None and not isinstance(embed, Linear | Joined)
     lm_head = packed.get("lm_head") or _head(config, embed, plain, form, head_twice)
     layers = _layers(config, plain, packed, stacks)
     more, altup = _per_layer(config, plain, packed), _altup(config, plain)

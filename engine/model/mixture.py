@@ -10,7 +10,7 @@ the host reads once a layer how many rows each has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -98,6 +98,8 @@ class Mixture:
     # beside an MLP: of the router's input, [hidden], and of every expert's share, [count]
     scale: torch.Tensor | None = None
     share: torch.Tensor | None = None
+    # adds what all ranks' shares of the experts bring, where each has a part of their width
+    join: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def routers(self) -> list[torch.Tensor]:
@@ -132,6 +134,9 @@ class Mixture:
         """Run the experts that x [B, S, hidden] chooses, or `routed` in its place, and add
         `residual`: [B, S, hidden].
         """
+        if self.join is not None:
+            out = self.join(replace(self, join=None)(x, routed=routed))
+            return out if residual is None else residual + out
         flat = x.flatten(0, 1)
         if self.stacks is not None and (torch.compiler.is_compiling() or len(flat) <= MOST_ROWS):
             experts, router = self.experts, (self.router, self.bias)

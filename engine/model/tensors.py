@@ -11,6 +11,8 @@ import torch
 
 from engine.model.config.config import ModelConfig
 from engine.model.mixture import Experts
+from engine.model.share.cut import cut_targets
+from engine.model.share.divide import whole_of
 from kernels.native.own_pages import empty, empty_on
 from weights.checkpoint import MXFP4, TURNED, WIDE, Rows, Target
 from weights.mxfp4 import COLUMNS
@@ -19,8 +21,12 @@ from weights.mxfp4 import COLUMNS
 def targets(config: ModelConfig, first_experts: int | None = None) -> list[Target]:
     """List the fused tensors that the model needs, in file order, with their stored parts.
 
-    first_experts: how many experts of each mixture are listed; None: all.
+    first_experts: how many experts of each mixture are listed; None: all. Of a rank's share, the
+    parts that it reads.
     """
+    if config.share is not None:
+        whole = whole_of(config)
+        return cut_targets(targets(whole, first_experts), whole, config.share)
     hidden, first, names = config.hidden_size, config.prefix, config.names
     found = [Target("embed", ((f"{first}{names.embed}.weight", (config.vocab_size, hidden)),))]
     found += _per_layer(config)

@@ -11,12 +11,14 @@ from engine.base.errors import SettingError
 from engine.forward.prefill import Outputs
 from engine.plan.prefill_time import Progress
 from engine.runner.prefill import read
+from engine.runner.ranks.led import led
 from engine.runner.rewind import refresh_logits, replay
 from engine.runner.rollback import exclusive
 from engine.runner.state import SessionState
 from engine.runner.step import step
 
 
+@led
 def prefill(
     session: SessionState,
     token_ids: Iterable[int],
@@ -33,6 +35,7 @@ def prefill(
     return read(session, ids, progress, more, every)
 
 
+@led
 def decode(session: SessionState, token_id: int) -> torch.Tensor:
     """As Session.decode."""
     session.require_open()
@@ -42,6 +45,7 @@ def decode(session: SessionState, token_id: int) -> torch.Tensor:
     return step(session, token_id)
 
 
+@led
 def with_logits(session: SessionState, progress: Progress | None = None) -> None:
     """As Session.refresh_logits."""
     session.require_open()

@@ -19,6 +19,7 @@ from engine.methods.requirements import validate_parts
 from engine.plan.prefill_time import Eta, PrefillFlops, Progress
 from engine.runner.passes.passes import tell
 from engine.runner.prompt import end_prompt
+from engine.runner.ranks.led import led
 from engine.runner.rollback import exclusive, reading, rewound_on_error
 from engine.runner.state import SessionState
 
@@ -115,6 +116,7 @@ def _read_chunk(
     return logits
 
 
+@led
 def adopt(
     session: SessionState,
     ids: list[int],

@@ -34,6 +34,7 @@ from engine.runner.history import PendingReplay, Savepoint, reopened
 from engine.runner.passes.passes import run_behind
 from engine.runner.prefill import read
 from engine.runner.prompt import chunk_again, ended, have_queries
+from engine.runner.ranks.led import led
 from engine.runner.recurrent.catch_up import behind, catch_up
 from engine.runner.rollback import exclusive, rewound_on_error
 from engine.runner.state import SessionState
@@ -41,6 +42,7 @@ from engine.runner.step import step
 from engine.runner.step_runner import StepRunner
 
 
+@led
 def cut(session: SessionState, n: int, later: bool = False) -> None:
     """As Session.truncate."""
     session.require_open()

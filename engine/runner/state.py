@@ -434,6 +434,8 @@ class SessionState:
     def close(self) -> None:
         """Free the bank's memory. Further calls raise SessionClosed."""
         if not self.closed:
+            if self.loaded.lead is not None:
+                self.loaded.lead.closed(self)
             self.closed = True
             with current(self.loaded.device):
                 self.bank.close()

@@ -14,6 +14,7 @@ from engine.forward.decode import Decoder
 from engine.methods.mass_meter import Watch
 from engine.methods.requirements import validate_parts
 from engine.runner.prompt import close_latest, restore_window
+from engine.runner.ranks.led import led
 from engine.runner.rollback import exclusive, rewound_on_error
 from engine.runner.state import SessionState
 from engine.runner.step_runner import StepKind
@@ -103,6 +104,7 @@ def metered(session: SessionState, watch: Watch) -> torch.Tensor:
     return logits
 
 
+@led
 def step(session: SessionState, token_id: int | None) -> torch.Tensor:
     """Decode a validated token; float32 logits [vocab]. None: the argmax of `last_logits`, which is
     read after the step is launched and is then the last of `ids`.

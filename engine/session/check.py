@@ -21,6 +21,7 @@ from engine.base.interrupts import complete
 from engine.forward.decode import Decoder
 from engine.methods.mass_meter import DELTA, MassMeter
 from engine.plan.needs import MOST_WINDOW, RING
+from engine.runner.ranks.led import led
 from engine.runner.recurrent.catch_up import standing_at
 from engine.runner.rewind import replay
 from engine.runner.rollback import exclusive, rewound_on_error
@@ -136,6 +137,7 @@ class Report:
         return "\n".join(lines)
 
 
+@led
 def check(
     session: SessionState, steps: int = 32, progress: Callable[[int, int], None] | None = None
 ) -> Report:

@@ -31,6 +31,7 @@ from engine.plan.placement import Placement
 from engine.plan.prefill_time import Progress
 from engine.runner.extend import decode, prefill, with_logits
 from engine.runner.prefill import adopt
+from engine.runner.ranks.led import led
 from engine.runner.rewind import cut, tokens_again
 from engine.runner.state import SessionState, SessionStats, held_figures
 from engine.runner.step import step
@@ -268,6 +269,7 @@ class Session(SessionState):
         """
         with_logits(self, progress)
 
+    @led
     def fork(self) -> Session:
         """An independent session with the same tokens, capacity, backend and watch; rows are
         copied, the selection state too. Its counters begin at zero.

@@ -22,6 +22,7 @@ from engine.plan.needs import Needs
 from engine.plan.placement import Placement
 from engine.plan.prefill_time import Progress
 from engine.runner.history import PendingReplay, Savepoint
+from engine.runner.ranks.led import led
 from engine.runner.rewind import replay, rows_lost, switched
 from engine.runner.state import SessionState
 from engine.runner.step_runner import StepRunner
@@ -38,6 +39,7 @@ def new_runner(
     return runner
 
 
+@led
 def switch(
     session: SessionState,
     method: Method,

@@ -20,7 +20,6 @@ from engine.methods.omnikv.settings import Settings
 from engine.model.rope import apply_rope
 from engine.plan.layers import Role
 from kernels.rows.forms import unpack_keys
-from kernels.select.topk import select_topk
 
 
 class OfficialRuntime(OmniKVRuntime):
@@ -44,7 +43,7 @@ class OfficialRuntime(OmniKVRuntime):
         forced = self._forced(step.lengths[0])
         scored = self.prompt - forced
         index, counts = self.index[group], self.counts[group]
-        select_topk(
+        self.select(
             self._prompt_scores(layer, q, step, scored),
             self.zero,
             device_int(scored, self.setup),

@@ -16,7 +16,6 @@ from engine.methods.omnikv.settings import Settings
 from engine.plan.layers import BY_DESIGN, Role, tail_start
 from engine.plan.prefill_time import PrefillFlops
 from kernels.attention.sparse import decode_sparse
-from kernels.select.topk import select_topk
 from kernels.select.window_scores import window_scores
 
 
@@ -182,7 +181,7 @@ class OmniKVRuntime(Runtime):
         """Select the group's k tokens with the highest of `scores` [B, bucket] before the tail.
         counted: the layer's attention has counted those already.
         """
-        select_topk(
+        self.select(
             scores,
             self.zero,
             step.tail_start(self.method.tail),

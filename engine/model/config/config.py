@@ -27,6 +27,7 @@ from engine.model.config.latent import Latent, without_share
 from engine.model.config.names import LLAMA_NAMES, Names
 from engine.model.config.rope_config import MAX_POSITIONS, Rope, parse_rope
 from engine.model.config.rope_override import overridden, pins_long
+from engine.model.config.share import Share
 from engine.model.mixture import Experts
 from engine.model.recurrent import Recurrent, Ssd
 from kernels.launch.softmax import PLAIN, Softmax
@@ -57,7 +58,8 @@ class ModelConfig:
     whose K and V each layer reads; empty: its own. `latent`: the sizes of latent attention, whose
     one K/V head has rows of `head_dim` elements. `prefix` begins the stored names of the layers'
     tensors, and `names` has the others. `bank` is no file's: how rows of K and V are held, "model"
-    (in the model's dtype) or packed: a name of `kernels.rows.forms`.
+    (in the model's dtype) or packed: a name of `kernels.rows.forms`. `share`: which rank's share of
+    a model this is, whose heads and widths the others are then; None: the whole model.
     """
 
     architecture: str
@@ -92,6 +94,8 @@ class ModelConfig:
     names: Names = field(default=LLAMA_NAMES, repr=False)
     bare: tuple[int, ...] = field(default=(), repr=False)
     bank: str = "model"
+    # as `names`: other heads tell shares apart
+    share: Share | None = field(default=None, repr=False)
 
     @property
     def group(self) -> int:
@@ -221,6 +225,11 @@ class ModelConfig:
         return (Softmax(cap) if cap else PLAIN,) * self.num_layers
 
     @property
+    def held_vocab(self) -> int:
+        """Tokens whose rows of the embedding and of the head this process holds."""
+        return self.vocab_size if self.share is None else self.share.vocab.size
+
+    @property
     def o_bias(self) -> bool:
         """Whether o has a bias."""
         return self.attention_bias and self.block.o_bias
@@ -304,7 +313,7 @@ class ModelConfig:
         return self.experts
 
     def _parameters(self, read: bool) -> int:
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        embeddings = self.held_vocab * self.hidden_size * (1 if self.tied_embeddings else 2)
         norms = self.hidden_size * (4 if self.block.norms == "both" else 2)
         attention = sum(map(self._attention_parameters, self.attending_layers))
         if self.recurrent is not None:

@@ -1,0 +1,131 @@
+"""The rows and columns of each stored tensor that a rank reads: q, k, v and gate, up by rows, o and
+down by columns, the embedding and the head by tokens. All else is read whole by every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from engine.model.config.config import ModelConfig
+from engine.model.config.share import Part, Share
+from weights.checkpoint import TURNED, Cut, Rows, Target
+
+Ranges = list[tuple[int, int]]
+
+
+def cut_targets(targets: list[Target], config: ModelConfig, share: Share) -> list[Target]:
+    """Return the `targets` of a whole model, of which `config` is the configuration, as a rank
+    reads them.
+    """
+    return [_cut(target, config, share) for target in targets]
+
+
+def added_once(name: str) -> bool:
+    """Whether a target is added to a sum over ranks, so that one rank alone may bring it."""
+    return name.endswith((".o.bias", ".down.bias"))
+
+
+def _cut(target: Target, config: ModelConfig, share: Share) -> Target:
+    """One target as a rank reads it."""
+    base = target.name.removesuffix(".bias")
+    number, _, kind = base.rpartition(".")
+    bias = target.name != base
+    if kind in ("embed", "lm_head"):
+        return _rows(target, [[share.vocab.range]])
+    if kind in ("qkv", "gate", "o", "sinks", "keys", "values", "queries"):
+        return _attention(target, kind, int(number), config, share)
+    if kind not in ("gate_up", "down") or (kind == "down" and bias):
+        return target
+    layer = int(number.split(".")[0])
+    if ".experts." in base:
+        assert share.experts is not None
+        return _expert(target, kind, share.experts, config)
+    experts = config.experts_of(layer)
+    if experts is not None and not experts.beside:
+        assert share.shared is not None
+        width = share.shared
+    else:
+        width = share.mlp.times(config.mlp_of(layer) // config.intermediate_size)
+    return _columns(target, width) if kind == "down" else _rows(target, _halves(target, width))
+
+
+def _attention(target: Target, kind: str, layer: int, config: ModelConfig, share: Share) -> Target:
+    """A target of attention."""
+    latent, heads = config.latent, share.heads
+    own = share.kv_heads
+    if config.local_heads is not None and config.windows[layer] and share.local_kv_heads:
+        own = share.local_kv_heads
+    dim = config.heads_of(layer)[1]
+    if kind == "o":
+        if target.name.endswith(".bias"):
+            return target
+        return _columns(target, heads.times(latent.value if latent else dim))
+    if kind == "sinks":
+        return _rows(target, [[heads.range]])
+    if kind == "gate":
+        return _rows(target, [[heads.times(dim).range]])
+    if latent is not None:
+        each = {"keys": latent.plain, "values": latent.value, "queries": latent.head}
+        if kind in each:
+            return _rows(target, [[heads.times(each[kind]).range]])
+        first = [] if latent.query_rank else [heads.times(latent.head).range]
+        return _rows(target, [first, [], []])
+    q, kv = heads.times(dim), own.times(dim)
+    if config.block.fused:
+        ranges = [q.range, _behind(kv, q.of), _behind(kv, q.of + kv.of)]
+        return _rows(target, [ranges])
+    return _rows(target, [[q.range], *[[kv.range]] * (len(target.parts) - 1)])
+
+
+def _behind(part: Part, start: int) -> tuple[int, int]:
+    return start + part.first, start + part.stop
+
+
+def _halves(target: Target, width: Part) -> list[Ranges]:
+    """The rows of each part of gate and up, which may be stored as one."""
+    stored = target.parts[0][1][0]
+    if stored == width.of:
+        return [[width.range]] * len(target.parts)
+    assert stored == 2 * width.of and len(target.parts) == 1, f"{target.name}: {target.parts}"
+    return [[width.range, _behind(width, width.of)]]
+
+
+def _expert(target: Target, kind: str, width: Part, config: ModelConfig) -> Target:
+    """A matrix or bias of an expert. Gate and up may take turns, and floats be stored by input."""
+    assert config.experts is not None
+    turns = config.experts.activation.kind == "clamped"
+    if kind == "gate_up":
+        ranges = [width.times(2).range] if turns else None
+        if target.form == TURNED and not target.name.endswith(".bias"):
+            assert ranges is not None
+            return _columns(target, width.times(2))
+        return _rows(target, _halves(target, width) if ranges is None else [ranges])
+    return _rows(target, [[width.range]]) if target.form == TURNED else _columns(target, width)
+
+
+def _rows(target: Target, ranges: list[Ranges]) -> Target:
+    """A target of some rows of each part; [] for all of them."""
+    rows = target.rows or (None,) * len(target.parts)
+    parts: list[tuple[str, tuple[int, ...]]] = []
+    cuts: list[Cut | None] = []
+    kept: list[Rows | None] = []
+    for (name, shape), some, mine in zip(target.parts, rows, ranges, strict=True):
+        found = [Cut(shape, first, stop) for first, stop in mine] or [None]
+        parts += [(name, shape if cut is None else cut.shape) for cut in found]
+        cuts, kept = [*cuts, *found], [*kept, *[some] * len(found)]
+    own = tuple(kept) if any(some is not None for some in kept) else ()
+    return replace(target, parts=tuple(parts), rows=own, cuts=tuple(cuts))
+
+
+def _columns(target: Target, width: Part) -> Target:
+    """A target of some columns of its one part."""
+    ((name, shape),) = target.parts
+    assert shape[1] == width.of and not target.rows, f"{target.name}: {shape}, {width}"
+    cut = Cut(shape, 0, shape[0], width.first, width.stop)
+    return replace(target, parts=((name, cut.shape),), cuts=(cut,))
+
+
+def whole_numbers(targets: list[Target]) -> int:
+    """Numbers that the targets hold in all."""
+    return sum(math.prod(shape) for target in targets for _, shape in target.parts)

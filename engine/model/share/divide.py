@@ -1,0 +1,206 @@
+"""Which heads, which part of an MLP's width and which tokens of the vocabulary each rank holds.
+
+Query heads go with the K/V head that they read, in whole groups, so that three K/V heads over two
+ranks are two and one; the MLP's width then evens out what a rank multiplies. Where ranks outnumber
+the K/V heads, a K/V head is held by several, which divide its query heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.base.errors import SettingError
+from engine.model.config.config import ModelConfig
+from engine.model.config.share import Part, Share
+from engine.model.mixture import Experts
+
+UNITS = (256, 128, 64, 32, 16, 8, 4, 2, 1)  # columns that a width is cut into
+PIECES = 8  # units that a rank has at least, where the width has them: so fine is the evening out
+MOST_RANKS = 64
+
+
+def share_of(config: ModelConfig, rank: int, ranks: int) -> ModelConfig:
+    """Return the configuration of what one rank holds: `config` with fewer heads and narrower MLPs,
+    and with its `share`. Raises SettingError where the model cannot be split.
+    """
+    require_divisible(config, ranks)
+    heads, kv_heads = heads_of(config.num_heads, config.num_kv_heads, ranks)[rank]
+    latent = config.latent is not None
+    local = None
+    if config.local_heads is not None:
+        local = _kv_of(heads, config.num_heads, config.local_heads[0], ranks)
+    experts, shared = _experts(config.experts, rank, ranks)
+    share = Share(
+        rank,
+        ranks,
+        heads,
+        kv_heads,
+        local,
+        widths_of(config, ranks)[rank],
+        experts,
+        shared,
+        vocab_of(config.vocab_size, rank, ranks),
+    )
+    mixture = config.experts
+    if mixture is not None:
+        assert experts is not None
+        mixture = replace(mixture, width=experts.size, shared=shared.size if shared else 0)
+    own_local = None if config.local_heads is None or local is None else local.size
+    return replace(
+        config,
+        num_heads=heads.size,
+        num_kv_heads=1 if latent else kv_heads.size,
+        local_heads=None if own_local is None else (own_local, config.local_heads[1]),
+        intermediate_size=share.mlp.size,
+        experts=mixture,
+        share=share,
+    )
+
+
+def whole_of(config: ModelConfig) -> ModelConfig:
+    """Return the configuration of the whole model, of a share's or of itself."""
+    share = config.share
+    if share is None:
+        return config
+    mixture = config.experts
+    if mixture is not None:
+        assert share.experts is not None
+        shared = share.shared.of if share.shared is not None else 0
+        mixture = replace(mixture, width=share.experts.of, shared=shared)
+    local = config.local_heads
+    if local is not None and share.local_kv_heads is not None:
+        local = share.local_kv_heads.of, local[1]
+    return replace(
+        config,
+        num_heads=share.heads.of,
+        num_kv_heads=1 if config.latent else share.kv_heads.of,
+        local_heads=local,
+        intermediate_size=share.mlp.of,
+        experts=mixture,
+        share=None,
+    )
+
+
+def require_divisible(config: ModelConfig, ranks: int) -> None:
+    """Raise SettingError where a model cannot be split over so many ranks, with the reason."""
+    why = indivisible(config)
+    if why:
+        raise SettingError(f"ranks: found {ranks}, but {config.family} {why}; use one process")
+    if ranks > MOST_RANKS:
+        raise SettingError(f"ranks: found {ranks}, expected at most {MOST_RANKS}")
+    heads_of(config.num_heads, config.num_kv_heads, ranks)
+    narrowest = [config.intermediate_size, config.vocab_size]
+    if config.experts is not None:
+        narrowest.append(config.experts.width)
+    if min(narrowest) < ranks:
+        raise SettingError(
+            f"ranks: found {ranks}, expected at most {min(narrowest)}, the width of this model's "
+            "narrowest matrix"
+        )
+
+
+def indivisible(config: ModelConfig) -> str:
+    """Why a model's layers cannot be split by heads yet; "" where they can."""
+    if config.recurrent is not None:
+        return "has recurrent layers, whose state is not split by heads"
+    if config.block.qk_norm == "width":
+        return "norms the queries of all heads at once, so no rank can norm its own"
+    if config.experts is not None and config.experts.stored == "mxfp4":
+        return "stores its experts in MXFP4, whose blocks are not cut"
+    if any(cut is not None for cut in config.block.cuts):
+        return "cuts an MLP's gate at the mean of its whole width"
+    return ""
+
+
+def heads_of(heads: int, kv_heads: int, ranks: int) -> list[tuple[Part, Part]]:
+    """Return (query heads, K/V heads) of each rank. Raises SettingError where a rank would have no
+    query head.
+    """
+    if ranks <= kv_heads:
+        group = heads // kv_heads
+        parts = [
+            Part(rank * kv_heads // ranks, (rank + 1) * kv_heads // ranks, kv_heads)
+            for rank in range(ranks)
+        ]
+        return [(part.times(group), part) for part in parts]
+    owners = [rank * kv_heads // ranks for rank in range(ranks)]
+    group, found = heads // kv_heads, []
+    for rank, owner in enumerate(owners):
+        sharing = [other for other, kv in enumerate(owners) if kv == owner]
+        if len(sharing) > group:
+            raise SettingError(
+                f"ranks: found {ranks}, expected at most {kv_heads * group} for {heads} query "
+                f"heads over {kv_heads} K/V heads: each rank needs a query head"
+            )
+        place, count = sharing.index(rank), len(sharing)
+        first = owner * group + place * group // count
+        stop = owner * group + (place + 1) * group // count
+        found.append((Part(first, stop, heads), Part(owner, owner + 1, kv_heads)))
+    return found
+
+
+def _kv_of(heads: Part, of: int, kv_heads: int, ranks: int) -> Part:
+    """The K/V heads of sliding layers that some query heads read, which are whole groups of them,
+    or heads of one.
+    """
+    group = of // kv_heads
+    first, stop = heads.first // group, -(-heads.stop // group)
+    whole = heads.first % group == 0 and heads.stop % group == 0
+    if not whole and stop - first > 1:
+        raise SettingError(
+            f"ranks: found {ranks}, but the query heads {heads.first} to {heads.stop - 1} of a "
+            f"rank read parts of several K/V heads in sliding layers ({kv_heads} for {of} query "
+            "heads); use another number of ranks"
+        )
+    return Part(first, stop, kv_heads)
+
+
+def widths_of(config: ModelConfig, ranks: int) -> list[Part]:
+    """The part of an MLP's width that each rank holds, so that attention and MLP together are as
+    even as whole units allow.
+    """
+    width = config.intermediate_size
+    unit = _unit(width, ranks)
+    units, gates = -(-width // unit), 2 if config.block.activation == "relu2" else 3
+    heads = [part for part, _ in heads_of(config.num_heads, config.num_kv_heads, ranks)]
+    each = 2 + 2 / config.group  # rows of q and columns of o, and of k and v
+    spent = [part.size * each * config.head_dim / (gates * unit) for part in heads]
+    if config.experts is not None and len(config.experts.dense) < config.num_layers:
+        spent = [0.0] * ranks  # MLPs are few, or beside wider mixtures
+    goal = (units + sum(spent)) / ranks
+    stops, at = [0], 0.0
+    for rank in range(ranks):
+        at += max(0.0, goal - spent[rank])
+        most = units - (ranks - rank - 1)
+        stops.append(max(stops[-1] + 1, min(most, round(at))))
+    stops[-1] = units
+    return [
+        Part(min(width, first * unit), min(width, stop * unit), width)
+        for first, stop in zip(stops, stops[1:])
+    ]
+
+
+def _unit(width: int, ranks: int) -> int:
+    """The largest unit that divides a width into PIECES for each rank."""
+    most = width // (PIECES * ranks)
+    return next((unit for unit in UNITS if unit <= most and width % unit == 0), 1)
+
+
+def _even(width: int, rank: int, ranks: int) -> Part:
+    unit = _unit(width, ranks)
+    units = -(-width // unit)
+    first, stop = rank * units // ranks * unit, (rank + 1) * units // ranks * unit
+    return Part(min(width, first), min(width, stop), width)
+
+
+def _experts(experts: Experts | None, rank: int, ranks: int) -> tuple[Part | None, Part | None]:
+    """The part of an expert's width, and of the one that all tokens take."""
+    if experts is None:
+        return None, None
+    shared = _even(experts.shared, rank, ranks) if experts.shared else None
+    return _even(experts.width, rank, ranks), shared
+
+
+def vocab_of(vocab: int, rank: int, ranks: int) -> Part:
+    """The tokens whose rows of the embedding and of the head a rank holds."""
+    return Part(rank * vocab // ranks, (rank + 1) * vocab // ranks, vocab)

@@ -1,0 +1,141 @@
+"""A rank that follows: it makes the calls that rank 0 makes, and ends when that does."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from engine.base.figures import first_line
+from engine.ranks.followers import GRACE
+from engine.ranks.group import RankLost, Ranks
+from engine.session.session import Session
+from engine.session.switch import switch
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "prefill": Session.prefill,
+    "decode": Session.decode,
+    "with_logits": Session.refresh_logits,
+    "step": Session.step,
+    "cut": Session.truncate,
+    "adopt": Session.adopt,
+    "switch": switch,
+    "fork": Session.fork,
+    "check": Session.check,
+}
+GATED = ("prefill", "with_logits", "switch", "check")
+Opens = Callable[..., Session]  # makes a session with settings, on this rank
+
+
+class Stopped(BaseException):
+    """Rank 0 has stopped a call here."""
+
+
+class Follower:
+    """Follows rank 0 over one connection."""
+
+    def __init__(self, rank: int, connection: Connection) -> None:
+        self._rank, self._connection = rank, connection
+        self._told: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._ends = False
+        connection.send(rank)
+        threading.Thread(target=self._read, daemon=True).start()
+        # Ctrl-C is rank 0's: it tells the others
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        warnings.simplefilter("ignore")  # rank 0 says them once
+
+    def _read(self) -> None:
+        """Hear rank 0, and end where it ends."""
+        while True:
+            try:
+                message = self._connection.recv()
+            except (OSError, EOFError):
+                if not self._ends:
+                    self.leave("rank 0 has ended")
+                return
+            if message[0] == "abort":
+                self.leave(message[1])
+            self._ends = message[0] == "end"
+            self._told.put(message)
+
+    def leave(self, why: str, code: int = 1) -> None:
+        """End this process, whatever it is doing, with one line. It holds nothing to save."""
+        sys.stderr.write(f"rank {self._rank}: {why}\n")
+        sys.stderr.flush()
+        os._exit(code)
+
+    def next(self) -> tuple[Any, ...]:
+        """Wait for what rank 0 says next."""
+        return self._told.get()
+
+    def say(self, *words: Any) -> None:
+        """Tell rank 0."""
+        try:
+            self._connection.send(words)
+        except OSError:
+            self.leave("rank 0 has ended")
+
+    def run(self, ranks: Ranks, opens: Opens) -> int:
+        """Make rank 0's calls until it ends; the exit code."""
+        sessions: dict[int, Session] = {}
+        count = 0
+        while True:
+            kind, *rest = self.next()
+            if kind == "end":
+                return 0
+            if kind == "close":
+                sessions.pop(rest[0]).close()
+            if kind != "call":
+                continue
+            serial, name, number, arguments = rest
+            try:
+                with ranks.together():
+                    if name == "open":
+                        made = opens(**arguments)
+                    else:
+                        more = {"progress": self._gate} if name in GATED else {}
+                        made = CALLS[name](sessions[number], **arguments, **more)
+                if name in ("open", "fork"):
+                    sessions[count] = made
+                    count += 1
+            except Stopped:
+                pass
+            except RankLost as error:
+                self._lost(error)
+            except Exception as error:
+                self._failed(serial, error)
+
+    def _gate(self, *figures: Any) -> None:
+        """Go on or stop as rank 0 does."""
+        kind, go = self.next()
+        assert kind == "gate", f"found {kind}, expected a gate"
+        if not go:
+            raise Stopped
+
+    def _lost(self, error: RankLost) -> None:
+        """Leave after a collective failed; rank 0 may know which rank has ended."""
+        try:
+            kind, *rest = self._told.get(timeout=GRACE)
+        except queue.Empty:
+            self.leave(str(error))
+        self.leave(rest[0] if kind == "abort" else str(error))
+
+    def _failed(self, serial: int, error: Exception) -> None:
+        """Tell rank 0 of an error, and go on if it has met the same."""
+        if os.environ.get("OMNIKV_RANKS_TRACE"):
+            traceback.print_exc()
+        line = f"{type(error).__name__}: {first_line(error)}"
+        self.say("raised", serial, line)
+        try:
+            kind, *rest = self._told.get(timeout=GRACE)
+        except queue.Empty:
+            kind, rest = "", []
+        if (kind, *rest) != ("also", serial):
+            self.leave(line)

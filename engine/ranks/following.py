@@ -1,0 +1,43 @@
+"""One following rank from its beginning to its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.base.errors import EngineError
+from engine.base.figures import first_line
+from engine.methods.base import Method
+from engine.ranks.follow import Follower
+from engine.ranks.group import RankLost
+from engine.ranks.meeting import grouped, joining
+from engine.ranks.place import Place
+from engine.ranks.share_llm import ShareLLM
+from engine.session.session import Session
+
+
+def follow(place: Place) -> int:
+    """Join the ranks, load this one's share and make rank 0's calls; the exit code."""
+    connection, store = joining(place)
+    follower = Follower(place.rank, connection)
+    kind, *told = follower.next()
+    if kind == "end":
+        return 0
+    name, selection, settings = told
+    try:
+        if place.threads:
+            settings["threads"] = place.threads
+        llm = ShareLLM(name, (place.rank, place.size), selection, **settings)
+        ranks = grouped(place, store)
+        llm.hold(ranks)
+        llm.load()
+    except (EngineError, RuntimeError, MemoryError) as error:
+        line = f"{type(error).__name__}: {first_line(error)}"
+        follower.say("raised", 0, line)
+        follower.leave(line)
+        return 1
+    follower.say("ready", 0, "")
+
+    def opens(**given: Any) -> Session:
+        return llm.session(**given)
+
+    return follower.run(ranks, opens)

@@ -1,0 +1,151 @@
+"""Rank 0's part of every call that changes a session: it tells the other ranks, makes the call, and
+sees that all end it alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from engine.base.errors import SettingError
+from engine.ranks.followers import GONE, GRACE, Followers
+from engine.ranks.group import RankLost, Ranks
+from engine.ranks.methods import require_method
+from engine.ranks.signals import Deferred
+from engine.runner.state import SessionState
+
+
+class Lead:
+    """Leads the ranks of one model."""
+
+    def __init__(self, ranks: Ranks, followers: Followers) -> None:
+        self._ranks, self._followers = ranks, followers
+        self._numbers: WeakKeyDictionary[SessionState, int] = WeakKeyDictionary()
+        self._count, self._serial, self._inside = 0, 0, False
+
+    def open(self, make: Callable[[], SessionState], **settings: Any) -> Any:
+        """Make a session on every rank, with the same settings."""
+        session = self._together("open", None, (settings,), make)
+        self._number(session)
+        return session
+
+    def _number(self, session: SessionState) -> None:
+        """Number a session as every other rank does."""
+        self._numbers[session] = self._count
+        self._count += 1
+
+    def closed(self, session: SessionState) -> None:
+        """Close a session on the other ranks too."""
+        if session in self._numbers and not self._followers.lost:
+            self._followers.tell(("close", self._numbers.pop(session)))
+
+    def call(
+        self,
+        session: SessionState,
+        call: Callable[..., Any],
+        given: tuple[Any, ...],
+        named: dict[str, Any],
+    ) -> Any:
+        """Make a call of a session on every rank; calls inside it are each rank's own."""
+        if self._inside:
+            return call(session, *given, **named)
+        with session.loaded.busy():
+            bound = inspect.signature(call).bind(session, *given, **named)
+            arguments = dict(list(bound.arguments.items())[1:])
+            if arguments.pop("every", None) is not None:
+                raise SettingError(
+                    "score: works on one process; leave --ranks and --numa out to score prompts"
+                )
+            if call.__name__ == "switch":
+                require_method(arguments["method"], self._ranks.size)
+            progress = arguments.pop("progress", None)
+            number = self._numbers[session]
+            if "progress" not in inspect.signature(call).parameters:
+                told = call.__name__, number, (arguments,)
+                return self._ended(call, self._together(*told, lambda: call(session, **arguments)))
+            gate = _Gate(self._followers, progress)
+
+            def gated() -> Any:
+                return call(session, **arguments, progress=gate)
+
+            return self._together(call.__name__, number, (arguments,), gated, gate)
+
+    def _ended(self, call: Callable[..., Any], result: Any) -> Any:
+        if call.__name__ == "fork":
+            self._number(result)
+        return result
+
+    def _together(
+        self,
+        name: str,
+        number: int | None,
+        told: tuple[Any, ...],
+        work: Callable[[], Any],
+        gate: _Gate | None = None,
+    ) -> Any:
+        """Tell the others of a call and make it. Raises RankLost where a rank has ended or did
+        something else, what the call raises otherwise.
+        """
+        followers = self._followers
+        followers.require_whole()
+        if failed := followers.failure():
+            raise self._broken(RankLost(f"{failed}; {GONE}"))
+        self._serial += 1
+        serial = self._serial
+        try:
+            with Deferred() as signals, self._ranks.together():
+                if gate is not None:
+                    gate.signals = signals
+                self._inside = True
+                try:
+                    followers.tell(("call", serial, name, number, *told))
+                    return work()
+                except RankLost as error:
+                    raise self._broken(followers.why(error)) from None
+                except BaseException:
+                    self._raised(serial, gate)
+                    raise
+                finally:
+                    self._inside = False
+        finally:
+            if gate is not None:
+                gate.signals = None
+
+    def _raised(self, serial: int, gate: _Gate | None) -> None:
+        """See that all ranks have failed alike, or at the same gate."""
+        if gate is not None and gate.shut:
+            return
+        self._followers.tell(("also", serial))
+        try:
+            self._followers.wait("raised", serial, GRACE)
+        except RankLost as error:
+            raise self._broken(error) from None
+
+    def _broken(self, error: RankLost) -> RankLost:
+        """End all ranks: they do not stand alike any more."""
+        self._ranks.refuse(str(error))
+        self._followers.close(str(error))
+        return error
+
+
+class _Gate:
+    """Called after every part of a long call: all ranks go on, or all stop there."""
+
+    def __init__(self, followers: Followers, progress: Callable[..., None] | None) -> None:
+        self._followers, self._progress = followers, progress
+        self.signals: Deferred | None = None
+        self.shut = False
+
+    def __call__(self, *figures: Any) -> None:
+        try:
+            if self.signals is not None:
+                self.signals.now()
+            if self._progress is not None:
+                self._progress(*figures)
+        except BaseException:
+            self.shut = True
+            self._followers.tell(("gate", False))
+            raise
+        self._followers.tell(("gate", True))

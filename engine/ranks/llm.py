@@ -1,0 +1,123 @@
+"""The face of a model that several processes hold: an LLM whose calls all ranks make."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.base.errors import SettingError
+from engine.batch.batch import Batch
+from engine.load.loaded import Loaded
+from engine.load.options import LLMSettings
+from engine.methods.base import Method
+from engine.ranks.followers import Followers
+from engine.ranks.group import Ranks
+from engine.ranks.lead import Lead
+from engine.ranks.methods import require_method
+from engine.ranks.meeting import Meeting
+from engine.ranks.place import started
+from engine.ranks.share_llm import ShareLLM
+from engine.session.session import Session
+from weights.checkpoint import LoadProgress
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class RankedLLM(ShareLLM):
+    """An LLM over `ranks` processes of this machine, which it starts and ends; under torchrun, over
+    torchrun's. Sessions are used as those of an LLM.
+
+    numa: one rank a NUMA node, or so many dealt over the nodes; each runs on cores of its own
+    either way. selection: as of ShareLLM. timeout: seconds that a rank waits for the others, after
+    which it ends. Raises what LLM does, and RankLost where a rank ends.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        ranks: int = 2,
+        *,
+        numa: bool = False,
+        selection: str = "global",
+        timeout: float = 120.0,
+        load: bool = True,
+        progress: Callable[[LoadProgress], None] | None = None,
+        download_progress: Callable[[str], None] | None = None,
+        **settings: Unpack[LLMSettings],
+    ) -> None:
+        here = started(os.environ)
+        if here is not None and here.rank:
+            raise SettingError(f"ranks: rank {here.rank} follows; rank 0 alone makes a RankedLLM")
+        self._meeting = Meeting(here or ranks, numa, timeout)
+        place = self._meeting.place
+        place.bind()
+        if settings.get("threads") is None and place.threads:
+            settings["threads"] = place.threads
+        self._asked = dict(settings)
+        super().__init__(model, (0, place.size), selection, **settings)
+        self._progress, self._download_progress = progress, download_progress
+        self._lead: Lead | None = None
+        if load:
+            self.load()
+
+    def load(self) -> Loaded:
+        """As LLM, on every rank."""
+        if self.loaded is not None:
+            return self.loaded
+        self.planner.plan().require_fit()
+        meeting = self._meeting
+        followers = meeting.gather()
+        try:
+            self._follow(followers)
+            self.hold(meeting.ranks())
+            super().load()
+            followers.wait("ready", 0, meeting.place.timeout)
+        except BaseException as error:
+            followers.close(f"rank 0 has not loaded the model: {error}")
+            raise
+        assert self._ranks is not None and self.loaded is not None
+        self._ranks.follow_calls()
+        self._lead = Lead(self._ranks, followers)
+        self.loaded = replace(self.loaded, lead=self._lead)
+        return self.loaded
+
+    def _follow(self, followers: Followers) -> None:
+        """Tell the others what to load: what was planned here, where each might plan for itself."""
+        settings = {
+            **self._asked,
+            "threads": None,
+            "method": self.method,
+            "max_context": self.max_context,
+            "chunk": self.chunk,
+        }
+        followers.tell(("load", self.name, self.selection, settings))
+
+    def session(
+        self,
+        method: Method | None = None,
+        max_context: int | None = None,
+        offload: str | None = None,
+    ) -> Session:
+        """As LLM, on every rank."""
+        self.load()
+        if method is not None:
+            require_method(method, self.place[1])
+        given = dict(method=method, max_context=max_context, offload=offload)
+        assert self._lead is not None
+        return self._lead.open(lambda: super(RankedLLM, self).session(**given), **given)
+
+    def batch(self, slots: int = 4, pause: float | None = None) -> Batch:
+        """Raises SettingError: several sessions in one step are one process's."""
+        raise SettingError(f"batch: works on one process, found {self.place[1]} ranks")
+
+    def restore(self, *given: Any, **named: Any) -> Any:
+        """Raises SettingError: a file holds the rows of one process."""
+        raise SettingError(f"restore: works on one process, found {self.place[1]} ranks")
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._meeting.end()

@@ -1,0 +1,116 @@
+"""How the ranks of a model come together: started by rank 0, or by torchrun."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import AuthenticationError, Client, Connection, Listener
+from pathlib import Path
+
+import torch.distributed as dist
+
+from engine.base.errors import SettingError
+from engine.ranks.followers import Followers
+from engine.ranks.group import RankLost, Ranks
+from engine.ranks.place import Place, places
+
+HOST = "127.0.0.1"
+PACKAGE = Path(__file__).resolve().parents[2]  # that holds `engine`
+
+
+class Meeting:
+    """Rank 0's side. asked: how many ranks to start, or the place that torchrun gave."""
+
+    def __init__(self, asked: int | Place, numa: bool, timeout: float) -> None:
+        self._folder = ""
+        if isinstance(asked, Place):
+            self._places = [Place(asked.rank, asked.size, timeout=timeout)]
+        else:
+            if isinstance(asked, bool) or not isinstance(asked, int) or asked < 2:
+                raise SettingError(f"ranks: found {asked!r}, expected a number of at least 2")
+            self._places = places(asked, "", numa, timeout)
+        self.place = self._places[0]
+        self._followers: Followers | None = None
+        self._store: dist.Store | None = None
+
+    def gather(self) -> Followers:
+        """Start the other ranks, or wait for torchrun's. Raises RankLost where one ends."""
+        processes: list[subprocess.Popen[bytes]] = []
+        if len(self._places) > 1:
+            self._folder = tempfile.mkdtemp(prefix="omnikv-ranks-")
+            atexit.register(shutil.rmtree, self._folder, True)
+            key = secrets.token_bytes(16)
+            (Path(self._folder) / "key").write_bytes(key)  # the folder is this user's alone
+            listener = Listener(f"{self._folder}/calls", "AF_UNIX", authkey=key)
+            processes = [self._start(place) for place in self._places[1:]]
+            self._store = dist.FileStore(f"{self._folder}/store", self.place.size)
+        else:
+            self._store = _torchruns()
+            key = secrets.token_bytes(16)
+            listener = Listener((HOST, 0), authkey=key)
+            self._store.set("omnikv-calls", f"{listener.address[1]} {key.hex()}")
+        atexit.register(self.end)
+        self._followers = Followers(listener, self.place.size, self.place.timeout, processes)
+        return self._followers
+
+    def _start(self, place: Place) -> subprocess.Popen[bytes]:
+        """Start a rank, which takes its place before it imports torch."""
+        mine = Place(**{**vars(place), "folder": self._folder})
+        paths = [str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, **mine.variables(), "PYTHONPATH": os.pathsep.join(paths)}
+        command = [sys.executable, "-m", "engine.ranks"]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+
+    def ranks(self) -> Ranks:
+        """The group, once every rank is told to make it."""
+        assert self._store is not None
+        return grouped(self.place, self._store)
+
+    def end(self) -> None:
+        """End the other ranks."""
+        if self._followers is not None:
+            self._followers.close()
+            self._followers = None
+
+
+def grouped(place: Place, store: dist.Store) -> Ranks:
+    """Make a rank's group over a store where all meet."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of one machine
+    return Ranks(place.rank, place.size, store, place.timeout)
+
+
+def _torchruns() -> dist.Store:
+    """The store that torchrun's variables name."""
+    store, _, _ = next(dist.rendezvous("env://"))
+    return dist.PrefixStore("omnikv", store)
+
+
+def joining(place: Place) -> tuple[Connection, dist.Store]:
+    """A following rank's connection to rank 0, and the store where all meet. Raises RankLost where
+    rank 0 is not there.
+    """
+    until = time.monotonic() + place.timeout
+    if not place.folder:
+        store = _torchruns()
+        port, key = store.get("omnikv-calls").decode().split()
+        return _connected((HOST, int(port)), bytes.fromhex(key), until), store
+    folder = Path(place.folder)
+    key = (folder / "key").read_bytes()
+    connection = _connected(str(folder / "calls"), key, until)
+    return connection, dist.FileStore(str(folder / "store"), place.size)
+
+
+def _connected(address: tuple[str, int] | str, key: bytes, until: float) -> Connection:
+    while True:
+        try:
+            return Client(address, authkey=key)
+        except (OSError, AuthenticationError, EOFError) as error:
+            if time.monotonic() > until:
+                raise RankLost(f"rank 0 is not there: {error}") from None
+            time.sleep(0.05)

@@ -1,0 +1,114 @@
+"""One rank's LLM: its share of the weights, of the bank and of every product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.base.errors import SettingError
+from engine.forward.self_test import StepForms
+from engine.llm import LLM
+from engine.load.loaded import Loaded
+from engine.load.options import LLMSettings
+from engine.methods.base import Method
+from engine.model.config.config import ModelConfig
+from engine.model.share.cut import added_once
+from engine.model.share.divide import share_of, vocab_of
+from engine.model.share.joined import joined
+from engine.ranks.group import Ranks
+from engine.ranks.merge import Merge
+from engine.ranks.methods import require_method
+from engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+SELECTIONS = ("global", "per_rank")
+
+
+class ShareLLM(LLM):
+    """A model of which this process holds the share of `place` = (rank, ranks).
+
+    selection: "global", every rank selects the tokens that one process would, or "per_rank", each
+    selects by its own heads and nothing is sent for it. `hold` gives it the other ranks, before it
+    is loaded. settings: as of LLM, on a CPU.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None,
+        place: tuple[int, int],
+        selection: str = "global",
+        **settings: Unpack[LLMSettings],
+    ) -> None:
+        if selection not in SELECTIONS:
+            raise SettingError(
+                f"selection: found {selection!r}, expected one of {', '.join(SELECTIONS)}"
+            )
+        self.place, self.selection = place, selection
+        self._ranks: Ranks | None = None
+        super().__init__(model, load=False, **settings)
+        self._require_here()
+
+    def _own(self, config: ModelConfig) -> ModelConfig:
+        return share_of(config, *self.place)
+
+    def _require_here(self) -> None:
+        """Raise SettingError for settings that several processes do not take."""
+        options, count = self.options, self.place[1]
+        if self.device.type != "cpu":
+            raise SettingError(
+                f"device: found {self.device}, but {count} ranks run on CPUs; use device='cpu'"
+            )
+        if options.compile:
+            raise SettingError(f"compile: found True with {count} ranks, expected None or False")
+        if options.forever:
+            raise SettingError(f"forever: found True with {count} ranks, expected False")
+        if options.weights not in ("auto", "float"):
+            self._require_whole_groups(options.weights)
+        require_method(self.method, count)
+
+    def _require_whole_groups(self, word: str) -> None:
+        raise SettingError(f"weights: found {word!r} with {self.place[1]} ranks, expected 'auto'")
+
+    def hold(self, ranks: Ranks) -> None:
+        """Take the other ranks, which `load` and everything after it needs."""
+        self._ranks = ranks
+
+    def _load(self, stream: Iterable[tuple[str, Any]], tokenizer: Tokenizer | None) -> Loaded:
+        """As LLM, with products that are joined over ranks."""
+        ranks = self._ranks
+        assert ranks is not None, "hold() comes first"
+        loaded = super()._load(_once(stream, ranks.rank), tokenizer)
+        vocab = self.config.vocab_size
+        parts = tuple(vocab_of(vocab, rank, ranks.size) for rank in range(ranks.size))
+
+        def beside(x: torch.Tensor) -> torch.Tensor:
+            return ranks.beside(x, parts)
+
+        model = joined(loaded.model, ranks.add, beside)
+        self.loaded = replace(
+            loaded,
+            model=model,
+            halves=StepForms(model, loaded.rotary, loaded.pieces, self.options.step),
+            across=Merge(ranks, self.selection == "per_rank"),
+        )
+        return self.loaded
+
+    def resolve_method(self, method: Method) -> Any:
+        """As LLM; SettingError for a method that ranks cannot run."""
+        require_method(method, self.place[1])
+        return super().resolve_method(method)
+
+
+def _once(stream: Iterable[tuple[str, Any]], rank: int) -> Iterator[tuple[str, Any]]:
+    """A stream of weights in which rank 0 alone brings what is added to a sum over ranks."""
+    for name, weight in stream:
+        if rank and added_once(name):
+            for tensor in weight if isinstance(weight, list) else [weight]:
+                tensor.zero_()
+        yield name, weight

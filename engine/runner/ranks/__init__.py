@@ -1,0 +1,1 @@
+"""What several processes of one model do together, each to its own copy of a session."""
