@@ -56,6 +56,7 @@ _HOMES = {
     "Exact": "engine.methods.exact",
     "Full": "engine.methods.full",
     "OmniKV": "engine.methods.omnikv.method",
+    "RankedLLM": "engine.ranks.llm",
     "OracleTopK": "engine.methods.oracle.topk",
     "OracleTopP": "engine.methods.oracle.topp",
     "RandomTopK": "engine.methods.oracle.random_topk",

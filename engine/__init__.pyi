@@ -62,4 +62,5 @@ from engine.methods.select.varying.infinigen import InfiniGen as InfiniGen
 from engine.methods.select.varying.magicpig import MagicPIG as MagicPIG
 from engine.methods.select.wave.retroinfer import RetroInfer as RetroInfer
 from engine.methods.window_recompute import WindowRecompute as WindowRecompute
+from engine.ranks.llm import RankedLLM as RankedLLM
 from engine.sampling.params import SamplingParams as SamplingParams

@@ -21,6 +21,7 @@ __all__ = [
     "OutOfHostMemory",
     "OutOfMemoryPlan",
     "OutputFailed",
+    "RankLost",
     "SavedFileError",
     "SessionClosed",
     "SettingError",
@@ -73,6 +74,13 @@ class DeviceFailed(EngineError):
 
 class OutputFailed(EngineError):
     """Standard output is closed or full: an answer cannot be written."""
+
+
+class RankLost(EngineError):
+    """Another process of a model has ended or does not answer: the model's sessions are gone.
+
+    The message names the rank and what is known of its end.
+    """
 
 
 class Busy(EngineError):

@@ -37,6 +37,8 @@ from engine.cli.verdict import plan_verdict
 from engine.llm import LLM
 from engine.load.options import Options
 from engine.load.pocket import POCKET
+from engine.ranks.llm import RankedLLM, ranks_asked
+from engine.ranks.placement import placement_text, placements
 from engine.sampling.params import SamplingParams
 from engine.saved.cache import BlockCache
 from engine.terminal.display import Display
@@ -59,13 +61,15 @@ def open_model(args: argparse.Namespace, display: Display) -> LLM:
                 "(--list-models prints the names)"
             )
         name = str(POCKET)
-    return LLM(
-        name,
-        **settings_of(args),
-        load=False,
-        progress=display.loading(),
-        download_progress=display.line,
-    )
+    settings = settings_of(args)
+    shown = dict(load=False, progress=display.loading(), download_progress=display.line)
+    count = ranks_asked(args.ranks, args.numa)
+    if not count:
+        return LLM(name, **settings, **shown)
+    if args.model is None and args.threads is None:
+        settings["threads"] = None  # a rank's own cores say how many
+    numa = args.numa != "off"
+    return RankedLLM(name, count, numa=numa, selection=args.selection, **settings, **shown)
 
 
 def converse(args: argparse.Namespace, llm: LLM, params: SamplingParams, display: Display) -> int:
@@ -178,8 +182,12 @@ def run(args: argparse.Namespace, display: Display) -> int:
     if args.plan:
         ok, verdict = plan_verdict(llm.planner)
         text = f"{printable(plan_text(llm.planner))}\n{verdict}"
+        text += f"\n{placement_text(llm)}" if isinstance(llm, RankedLLM) else ""
         if args.json:
-            text = json.dumps({**llm.plan().to_dict(), "verdict": verdict})
+            found = {**llm.plan().to_dict(), "verdict": verdict}
+            if isinstance(llm, RankedLLM):
+                found["ranks"] = [vars(one) for one in placements(llm)]
+            text = json.dumps(found)
         emit(text + "\n")
         if llm.resolved is not None and llm.resolved.why_not:
             display.line(

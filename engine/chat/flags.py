@@ -12,6 +12,17 @@ from engine.cli.model_flags import fits_flag, gigabytes, model_flags
 from engine.cli.parser import Parser, version_flag
 from weights.aliases import table
 
+MOST_RANKS = 64
+# flags that one process alone takes
+ONE_PROCESS = (
+    "session",
+    "cache",
+    "calibrate",
+    "forever",
+    "exact",
+    "watch",
+    "exact_below",
+)
 MAX_TOKENS = 1024  # default bound of an answer in the chat; the library's 64 is for programs
 EPILOG = """With -p the program answers once and ends (-i stays in the chat), with -f it reads the
 document first. With -f alone the chat opens behind the document: you type the questions, or a pipe
@@ -54,6 +65,7 @@ def parser() -> Parser:
     _sampling_flags(group.add_argument)
     _penalty_flags(group.add_argument)
     model_flags(p)
+    _ranks_flags(p.add_argument_group("several processes").add_argument)
     _proof_flags(p.add_argument_group("proof").add_argument)
     _output_flags(p.add_argument_group("what to print").add_argument)
     return p
@@ -68,8 +80,23 @@ def require_sense(args: argparse.Namespace) -> None:
             "-f -: reads standard input to its end, so -i has nothing left to read; "
             "give the document as a file"
         )
+    _require_one_process(args)
     if args.calibrate and not args.file and args.prompt is not None and not args.interactive:
         raise UsageError("--calibrate: found no document, expected one to read (-f FILE)")
+
+
+def _require_one_process(args: argparse.Namespace) -> None:
+    """Raise UsageError for flags that several processes do not take (docs/PARALLEL.md)."""
+    if args.ranks is None and args.numa == "off":
+        return
+    flag = "--ranks" if args.ranks is not None else "--numa"
+    if args.ranks is not None and args.numa != "off":
+        raise UsageError("--ranks: found beside --numa, which says how many there are")
+    for name in ONE_PROCESS:
+        if getattr(args, name):
+            raise UsageError(
+                f"--{name.replace('_', '-')}: works on one process; leave it or {flag} out"
+            )
 
 
 def answer_at_once(args: argparse.Namespace) -> str | None:
@@ -168,6 +195,43 @@ def _penalty_flags(add: Callable) -> None:
         default=0.0,
         metavar="P",
         help="subtract P for each time that the answer has a token (default 0)",
+    )
+
+
+def ranks(text: str) -> int:
+    """Parse a number of processes: 2 to 64."""
+    if text.isdecimal() and 2 <= int(text) <= MOST_RANKS:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"found {text!r}, expected a number from 2 to {MOST_RANKS}")
+
+
+def nodes(text: str) -> int | str:
+    """Parse what --numa takes: auto, off or a number of processes."""
+    return text if text in ("auto", "off") else ranks(text)
+
+
+def _ranks_flags(add: Callable) -> None:
+    add(
+        "--ranks",
+        type=ranks,
+        metavar="N",
+        help="hold the model in N processes of this machine, split by heads, each on cores of its "
+        "own; torchrun --nproc-per-node N -m engine.chat does the same (docs/PARALLEL.md)",
+    )
+    add(
+        "--numa",
+        type=nodes,
+        default="off",
+        metavar="WHAT",
+        help="one process for each NUMA node that has cores (auto), or N dealt over the nodes, "
+        "each with its part of weights and bank in its node's memory; off: one process (default)",
+    )
+    add(
+        "--selection",
+        choices=("global", "per_rank"),
+        default="global",
+        help="with several processes: select the tokens that one would (global), or let each "
+        "choose by its own heads, with nothing sent for it (per_rank)",
     )
 
 

@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 
-from engine.base.errors import EngineError, OutputFailed, UsageError
+from engine.base.errors import EngineError, OutputFailed, RankLost, UsageError
 from engine.chat import commands as chat_commands
 from engine.chat.talk.chat import Chat
 from engine.terminal.display import Display
@@ -42,7 +42,7 @@ def answer_lines(chat: Chat) -> int:
             interrupted = not text
             hint = "\n(Ctrl-C again or Ctrl-D leaves)"
             chat.display.line("stopped; the conversation stays" if text else hint)
-        except (BrokenPipeError, OutputFailed, _InputFailed):
+        except (BrokenPipeError, OutputFailed, RankLost, _InputFailed):
             raise
         except Exception as error:  # whatever it is, the conversation is worth more
             chat.display.error(_told(error))

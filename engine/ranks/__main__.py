@@ -15,7 +15,7 @@ def start() -> int:
         )
         return 2
     place.bind()
-    from engine.ranks.following import follow
+    from engine.ranks.drive.following import follow
 
     return follow(place)
 

@@ -16,19 +16,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from engine.base.errors import EngineError, SettingError
+from engine.base.errors import RankLost, SettingError
 from engine.base.figures import first_line
 from engine.model.config.share import Part
 from engine.ranks.segment import Segment
 
 TIMEOUT = 120.0  # seconds that a rank waits for the others
-
-
-class RankLost(EngineError):
-    """Another process of the model has ended or does not answer: its sessions are gone.
-
-    The message names the rank and what is known of its end.
-    """
 
 
 @dataclass
@@ -67,7 +60,9 @@ class Ranks:
         self._count(x)
         x = x.contiguous()
         if self.segment is not None and self.segment.adds(x):
-            return self.segment.add(x)
+            found, why = self.segment.add(x)
+            self._require(not why, why)
+            return found
         wide = x.float() if x.element_size() == 2 else x.clone()
         self._wait(self._group.allreduce([wide], _sum()))
         return wide.to(x.dtype)
@@ -90,7 +85,9 @@ class Ranks:
         x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
         if self.segment is not None:
-            return self.segment.gathered(x, out)
+            why = self.segment.gathered(x, out)
+            self._require(not why, why)
+            return out
         self._wait(self._group.allgather([list(out.unbind(0))], [x]))
         return out
 
@@ -112,6 +109,8 @@ class Ranks:
     def refuse(self, why: str) -> None:
         """Raise RankLost from now on."""
         self._refused = self._refused or why
+        if self.segment is not None:
+            self.segment.end()
 
     def meet(self) -> None:
         """Wait until every rank is here."""
@@ -133,7 +132,13 @@ class Ranks:
         try:
             work.wait()
         except RuntimeError as error:
-            raise RankLost(f"rank {self.rank} lost the others: {first_line(error)}") from error
+            self._require(False, first_line(error))
+
+    def _require(self, well: bool, why: str) -> None:
+        """Raise RankLost where a collective has failed; every later one fails too."""
+        if not well:
+            self.refuse(f"rank {self.rank} lost the others: {why}")
+            raise RankLost(self._refused)
 
 
 def _sum() -> dist.AllreduceOptions:

@@ -13,18 +13,32 @@ from engine.batch.batch import Batch
 from engine.load.loaded import Loaded
 from engine.load.options import LLMSettings
 from engine.methods.base import Method
-from engine.ranks.followers import Followers
-from engine.ranks.group import Ranks
-from engine.ranks.lead import Lead
+from engine.ranks.drive.followers import Followers
+from engine.ranks.drive.lead import Lead
+from engine.ranks.drive.meeting import Meeting
 from engine.ranks.methods import require_method
-from engine.ranks.meeting import Meeting
-from engine.ranks.place import started
+from engine.ranks.place import Place, nodes, started
 from engine.ranks.share_llm import ShareLLM
 from engine.session.session import Session
 from weights.checkpoint import LoadProgress
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+def ranks_asked(ranks: int | None, numa: int | str) -> int:
+    """How many processes flags ask for, or torchrun has started; 0: one, as always. numa: "auto",
+    "off" or a number.
+    """
+    here = started(os.environ)
+    if here is not None:
+        return here.size
+    if ranks is not None:
+        return ranks
+    if numa == "off":
+        return 0
+    count = len(nodes()) if numa == "auto" else int(numa)
+    return count if count > 1 else 0
 
 
 class RankedLLM(ShareLLM):
@@ -76,10 +90,12 @@ class RankedLLM(ShareLLM):
             self.hold(meeting.ranks())
             super().load()
             followers.wait("ready", 0, meeting.place.timeout)
+            meeting.all_have_it()
         except BaseException as error:
             followers.close(f"rank 0 has not loaded the model: {error}")
             raise
         assert self._ranks is not None and self.loaded is not None
+        followers.when_lost(self._ranks.refuse)
         self._ranks.follow_calls()
         self._lead = Lead(self._ranks, followers)
         self.loaded = replace(self.loaded, lead=self._lead)
@@ -94,7 +110,8 @@ class RankedLLM(ShareLLM):
             "max_context": self.max_context,
             "chunk": self.chunk,
         }
-        followers.tell(("load", self.name, self.selection, settings))
+        segment = self._meeting.segment()
+        followers.tell(("load", self.name, self.selection, settings, segment))
 
     def session(
         self,
@@ -117,6 +134,16 @@ class RankedLLM(ShareLLM):
     def restore(self, *given: Any, **named: Any) -> Any:
         """Raises SettingError: a file holds the rows of one process."""
         raise SettingError(f"restore: works on one process, found {self.place[1]} ranks")
+
+    @property
+    def places(self) -> list[Place]:
+        """Where each rank runs, as far as this one knows."""
+        return self._meeting.places
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The settings that every rank is made with."""
+        return dict(self._asked)
 
     def close(self) -> None:
         """End the other ranks."""

@@ -26,6 +26,7 @@ from engine.methods.base import Method
 from engine.methods.exact import Exact
 from engine.methods.registry import make
 from engine.runner.history import Savepoint
+from engine.runner.ranks.led import led
 from engine.runner.rewind import cut, replay
 from engine.runner.rollback import exclusive
 from engine.runner.state import SessionState
@@ -88,6 +89,7 @@ def require_savable(session: SessionState) -> None:
 # ---------------------------------------------------------------- saving
 
 
+@led
 def save_session(
     session: SessionState, path: str | Path, extra: Any = None, progress: Progress | None = None
 ) -> None:

@@ -53,6 +53,7 @@ SOURCES = (
     "packed.cpp",
     "prefill.cpp",
     "product.cpp",
+    "ranks.cpp",
     "rebuilt.cpp",
     "recurrent.cpp",
     "recurrent_prompt.cpp",

@@ -5,12 +5,11 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Listener
 from typing import Any
 
-from engine.base.errors import EngineError
-from engine.ranks.group import RankLost
+from engine.base.errors import EngineError, RankLost
 
 GRACE = 10.0  # seconds in which ranks that fail alike say so
 LAST = 1.0  # seconds in which the end of a process becomes known
@@ -32,6 +31,7 @@ class Followers:
         self._heard: dict[int, list[tuple[Any, ...]]] = {rank: [] for rank in range(1, size)}
         self._lost: dict[int, str] = {}
         self._ending = False
+        self._hear_of_it: Callable[[str], None] = lambda why: None
         self._connections = self._accepted(listener, size)
         for rank, connection in self._connections.items():
             reader = threading.Thread(target=self._read, args=(rank, connection), daemon=True)
@@ -98,7 +98,12 @@ class Followers:
             said = f" after {failed}" if failed else ""
             self._lost.setdefault(rank, (why or f"rank {rank} has gone") + said)
             self._news.notify_all()
+        self._hear_of_it(self.lost)
         self.tell(("abort", self.lost))
+
+    def when_lost(self, hear: Callable[[str], None]) -> None:
+        """Call `hear` with what is known when a rank ends, so that nobody waits for it."""
+        self._hear_of_it = hear
 
     @property
     def lost(self) -> str:

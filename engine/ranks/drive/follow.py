@@ -13,9 +13,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from engine.base.errors import RankLost
 from engine.base.figures import first_line
-from engine.ranks.followers import GRACE
-from engine.ranks.group import RankLost, Ranks
+from engine.ranks.drive.followers import GRACE
+from engine.ranks.group import Ranks
 from engine.session.session import Session
 from engine.session.switch import switch
 
@@ -25,12 +26,10 @@ CALLS: dict[str, Callable[..., Any]] = {
     "with_logits": Session.refresh_logits,
     "step": Session.step,
     "cut": Session.truncate,
-    "adopt": Session.adopt,
     "switch": switch,
     "fork": Session.fork,
-    "check": Session.check,
 }
-GATED = ("prefill", "with_logits", "switch", "check")
+GATED = ("prefill", "with_logits", "switch")
 Opens = Callable[..., Session]  # makes a session with settings, on this rank
 
 

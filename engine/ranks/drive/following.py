@@ -6,10 +6,8 @@ from typing import Any
 
 from engine.base.errors import EngineError
 from engine.base.figures import first_line
-from engine.methods.base import Method
-from engine.ranks.follow import Follower
-from engine.ranks.group import RankLost
-from engine.ranks.meeting import grouped, joining
+from engine.ranks.drive.follow import Follower
+from engine.ranks.drive.meeting import grouped, joining
 from engine.ranks.place import Place
 from engine.ranks.share_llm import ShareLLM
 from engine.session.session import Session
@@ -22,12 +20,12 @@ def follow(place: Place) -> int:
     kind, *told = follower.next()
     if kind == "end":
         return 0
-    name, selection, settings = told
+    name, selection, settings, segment = told
     try:
         if place.threads:
             settings["threads"] = place.threads
         llm = ShareLLM(name, (place.rank, place.size), selection, **settings)
-        ranks = grouped(place, store)
+        ranks = grouped(place, store, segment)
         llm.hold(ranks)
         llm.load()
     except (EngineError, RuntimeError, MemoryError) as error:

@@ -9,12 +9,20 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from engine.base.errors import SettingError
-from engine.ranks.followers import GONE, GRACE, Followers
-from engine.ranks.group import RankLost, Ranks
+from engine.base.errors import RankLost, SettingError
+from engine.ranks.drive.followers import GONE, GRACE, Followers
+from engine.ranks.drive.signals import Deferred
+from engine.ranks.group import Ranks
 from engine.ranks.methods import require_method
-from engine.ranks.signals import Deferred
 from engine.runner.state import SessionState
+
+
+# calls that look at all heads, or write what one process holds
+ONE_PROCESS = {
+    "check": "check: the comparison of full and sparse attention",
+    "save_session": "save: a file of a session",
+    "adopt": "adopt: rows that others made",
+}
 
 
 class Lead:
@@ -54,10 +62,7 @@ class Lead:
         with session.loaded.busy():
             bound = inspect.signature(call).bind(session, *given, **named)
             arguments = dict(list(bound.arguments.items())[1:])
-            if arguments.pop("every", None) is not None:
-                raise SettingError(
-                    "score: works on one process; leave --ranks and --numa out to score prompts"
-                )
+            _require_shared(call.__name__, session, arguments.pop("every", None) is not None)
             if call.__name__ == "switch":
                 require_method(arguments["method"], self._ranks.size)
             progress = arguments.pop("progress", None)
@@ -128,6 +133,16 @@ class Lead:
         self._ranks.refuse(str(error))
         self._followers.close(str(error))
         return error
+
+
+def _require_shared(name: str, session: SessionState, scores: bool) -> None:
+    """Raise SettingError for a call that one process alone can make (docs/PARALLEL.md)."""
+    what = ONE_PROCESS.get(name, "")
+    what = "score: log probabilities of a prompt" if scores else what
+    if session.watch is not None:
+        what = "watch: a running estimate of the attention kept"
+    if what:
+        raise SettingError(f"{what}: works on one process; leave --ranks and --numa out")
 
 
 class _Gate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import secrets
 import shutil
@@ -15,40 +16,42 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from engine.base.errors import SettingError
-from engine.ranks.followers import Followers
-from engine.ranks.group import RankLost, Ranks
+from engine.base.errors import RankLost, SettingError
+from engine.ranks.drive.followers import Followers
+from engine.ranks.group import Ranks
 from engine.ranks.place import Place, places
+from engine.ranks.segment import Segment, new_segment
+from kernels.ranks.join import usable
 
 HOST = "127.0.0.1"
-PACKAGE = Path(__file__).resolve().parents[2]  # that holds `engine`
+PACKAGE = Path(__file__).resolve().parents[3]  # that holds `engine`
 
 
 class Meeting:
     """Rank 0's side. asked: how many ranks to start, or the place that torchrun gave."""
 
     def __init__(self, asked: int | Place, numa: bool, timeout: float) -> None:
-        self._folder = ""
+        self._folder = self._segment = ""
         if isinstance(asked, Place):
-            self._places = [Place(asked.rank, asked.size, timeout=timeout)]
+            self.places = [Place(asked.rank, asked.size, timeout=timeout)]
         else:
             if isinstance(asked, bool) or not isinstance(asked, int) or asked < 2:
                 raise SettingError(f"ranks: found {asked!r}, expected a number of at least 2")
-            self._places = places(asked, "", numa, timeout)
-        self.place = self._places[0]
+            self.places = places(asked, "", numa, timeout)
+        self.place = self.places[0]
         self._followers: Followers | None = None
         self._store: dist.Store | None = None
 
     def gather(self) -> Followers:
         """Start the other ranks, or wait for torchrun's. Raises RankLost where one ends."""
         processes: list[subprocess.Popen[bytes]] = []
-        if len(self._places) > 1:
+        if len(self.places) > 1:
             self._folder = tempfile.mkdtemp(prefix="omnikv-ranks-")
             atexit.register(shutil.rmtree, self._folder, True)
             key = secrets.token_bytes(16)
             (Path(self._folder) / "key").write_bytes(key)  # the folder is this user's alone
             listener = Listener(f"{self._folder}/calls", "AF_UNIX", authkey=key)
-            processes = [self._start(place) for place in self._places[1:]]
+            processes = [self._start(place) for place in self.places[1:]]
             self._store = dist.FileStore(f"{self._folder}/store", self.place.size)
         else:
             self._store = _torchruns()
@@ -67,10 +70,26 @@ class Meeting:
         command = [sys.executable, "-m", "engine.ranks"]
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
 
+    def segment(self) -> str:
+        """The path of shared memory for the ranks that were started here; "" where there is none:
+        without C++ kernels, and under torchrun, whose ranks may be on several machines.
+        """
+        if self._folder and not self._segment and usable():
+            self._segment = new_segment(self.place.size, self._folder)
+            atexit.register(self.all_have_it)
+        return self._segment
+
+    def all_have_it(self) -> None:
+        """Take the name of the shared memory away: it goes with the last process that has it."""
+        with contextlib.suppress(OSError):
+            if self._segment:
+                os.unlink(self._segment)
+        self._segment = ""
+
     def ranks(self) -> Ranks:
         """The group, once every rank is told to make it."""
         assert self._store is not None
-        return grouped(self.place, self._store)
+        return grouped(self.place, self._store, self.segment())
 
     def end(self) -> None:
         """End the other ranks."""
@@ -79,10 +98,12 @@ class Meeting:
             self._followers = None
 
 
-def grouped(place: Place, store: dist.Store) -> Ranks:
-    """Make a rank's group over a store where all meet."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of one machine
-    return Ranks(place.rank, place.size, store, place.timeout)
+def grouped(place: Place, store: dist.Store, segment: str = "") -> Ranks:
+    """Make a rank's group over a store where all meet. segment: path of their shared memory."""
+    if place.folder or segment:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of one machine
+    held = Segment(segment, place.rank, place.size, place.timeout) if segment else None
+    return Ranks(place.rank, place.size, store, place.timeout, held)
 
 
 def _torchruns() -> dist.Store:

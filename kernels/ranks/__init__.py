@@ -1,0 +1,1 @@
+"""What processes of one machine that hold one model leave for each other in shared memory."""
