@@ -16,7 +16,6 @@ from engine.methods.base import Method
 from engine.ranks.drive.followers import Followers
 from engine.ranks.drive.lead import Lead
 from engine.ranks.drive.meeting import Meeting
-from engine.ranks.methods import require_method
 from engine.ranks.place import Place, nodes, started
 from engine.ranks.share_llm import ShareLLM
 from engine.session.session import Session
@@ -97,7 +96,7 @@ class RankedLLM(ShareLLM):
         assert self._ranks is not None and self.loaded is not None
         followers.when_lost(self._ranks.refuse)
         self._ranks.follow_calls()
-        self._lead = Lead(self._ranks, followers)
+        self._lead = Lead(self._ranks, followers, self._require)
         self.loaded = replace(self.loaded, lead=self._lead)
         return self.loaded
 
@@ -122,7 +121,7 @@ class RankedLLM(ShareLLM):
         """As LLM, on every rank."""
         self.load()
         if method is not None:
-            require_method(method, self.place[1])
+            self._require(method)
         given = dict(method=method, max_context=max_context, offload=offload)
         assert self._lead is not None
         return self._lead.open(lambda: super(RankedLLM, self).session(**given), **given)

@@ -52,18 +52,28 @@ class Merge:
         select_topk(scores, lo, hi, k, out, counts, scratch, backend, counted)
         if self.alone:
             return
-        listed = out >= 0
-        index = torch.where(listed, out, 0).long()
-        lowest = torch.full_like(scores[:, :1], float("-inf"))
-        mine = torch.where(listed, _ranked(scores.gather(1, index)), lowest)
-        # one message: the bits of the scores beside the indices
-        both = torch.stack((index.int(), mine.view(torch.int32)))
-        found = self._ranks.gathered(both)
-        index = found[:, 0].transpose(0, 1).flatten(1).long()
-        theirs = found[:, 1].transpose(0, 1).flatten(1).contiguous().view(torch.float32)
-        scores.scatter_(1, index, _ranked(scores.gather(1, index)))
-        scores.scatter_reduce_(1, index, theirs, "amax")
+        give(scores, self._ranks.gathered(listed(scores, out)))
         select_topk(scores, lo, hi, k, out, counts, scratch, backend)
+
+
+def listed(scores: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """A rank's list as one message, int32 [2, B, K]: the indices, -1 where there is none, and the
+    bits of their scores.
+    """
+    there = index >= 0
+    own = _ranked(scores.gather(1, torch.where(there, index, 0).long()))
+    own = torch.where(there, own, torch.full_like(own, float("-inf")))
+    return torch.stack((torch.where(there, index, 0).int(), own.view(torch.int32)))
+
+
+def give(scores: torch.Tensor, lists: torch.Tensor) -> None:
+    """Write to scores [B, T], at the indices that any of `lists` [ranks, 2, B, K] has, the greatest
+    score that a rank has given there.
+    """
+    index = lists[:, 0].transpose(0, 1).flatten(1).long()
+    theirs = lists[:, 1].transpose(0, 1).flatten(1).contiguous().view(torch.float32)
+    scores.scatter_(1, index, _ranked(scores.gather(1, index)))
+    scores.scatter_reduce_(1, index, theirs, "amax")
 
 
 def _ranked(scores: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from engine.model.share.joined import joined
 from engine.ranks.group import Ranks
 from engine.ranks.merge import Merge
 from engine.ranks.methods import require_method
+from engine.session.session import Session
 from engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class ShareLLM(LLM):
             )
         self.place, self.selection = place, selection
         self._ranks: Ranks | None = None
+        if (method := settings.get("method")) is not None:
+            self._require(method)
         super().__init__(model, load=False, **settings)
         self._require_here()
 
@@ -70,7 +73,7 @@ class ShareLLM(LLM):
             raise SettingError(f"forever: found True with {count} ranks, expected False")
         if options.weights not in ("auto", "float"):
             self._require_whole_groups(options.weights)
-        require_method(self.method, count)
+        self._require(self.method)
 
     def _require_whole_groups(self, word: str) -> None:
         raise SettingError(f"weights: found {word!r} with {self.place[1]} ranks, expected 'auto'")
@@ -99,10 +102,20 @@ class ShareLLM(LLM):
         )
         return self.loaded
 
-    def resolve_method(self, method: Method) -> Any:
+    def _require(self, method: Method) -> None:
+        """Raise SettingError for a method that these ranks cannot run."""
+        require_method(method, self.place[1], self.selection)
+
+    def session(
+        self,
+        method: Method | None = None,
+        max_context: int | None = None,
+        offload: str | None = None,
+    ) -> Session:
         """As LLM; SettingError for a method that ranks cannot run."""
-        require_method(method, self.place[1])
-        return super().resolve_method(method)
+        if method is not None:
+            self._require(method)
+        return super().session(method, max_context, offload)
 
 
 def _once(stream: Iterable[tuple[str, Any]], rank: int) -> Iterator[tuple[str, Any]]:

@@ -10,12 +10,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from engine.base.errors import RankLost, SettingError
+from engine.methods.base import Method
 from engine.ranks.drive.followers import GONE, GRACE, Followers
 from engine.ranks.drive.signals import Deferred
 from engine.ranks.group import Ranks
-from engine.ranks.methods import require_method
 from engine.runner.state import SessionState
-
 
 # calls that look at all heads, or write what one process holds
 ONE_PROCESS = {
@@ -26,10 +25,14 @@ ONE_PROCESS = {
 
 
 class Lead:
-    """Leads the ranks of one model."""
+    """Leads the ranks of one model. require: raises SettingError for a method that they cannot
+    run.
+    """
 
-    def __init__(self, ranks: Ranks, followers: Followers) -> None:
-        self._ranks, self._followers = ranks, followers
+    def __init__(
+        self, ranks: Ranks, followers: Followers, require: Callable[[Method], None]
+    ) -> None:
+        self._ranks, self._followers, self._require = ranks, followers, require
         self._numbers: WeakKeyDictionary[SessionState, int] = WeakKeyDictionary()
         self._count, self._serial, self._inside = 0, 0, False
 
@@ -64,7 +67,7 @@ class Lead:
             arguments = dict(list(bound.arguments.items())[1:])
             _require_shared(call.__name__, session, arguments.pop("every", None) is not None)
             if call.__name__ == "switch":
-                require_method(arguments["method"], self._ranks.size)
+                self._require(arguments["method"])
             progress = arguments.pop("progress", None)
             number = self._numbers[session]
             if "progress" not in inspect.signature(call).parameters:
