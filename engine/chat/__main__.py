@@ -5,6 +5,8 @@ import signal
 import sys
 from types import FrameType
 
+from engine.ranks.place import started
+
 
 def _leave(number: int, frame: FrameType | None) -> None:
     """End at once and say nothing: there is nothing to keep yet."""
@@ -37,6 +39,12 @@ def start() -> int:
     interruptible = signal.getsignal(signal.SIGINT) == signal.default_int_handler
     if interruptible:
         signal.signal(signal.SIGINT, _leave)
+    place = started(os.environ)
+    if place is not None and place.rank:  # under torchrun: rank 0 alone reads the flags
+        place.bind()
+        from engine.ranks.drive.following import follow
+
+        return follow(place)
     from engine.chat.flags import answer_at_once, parser, require_sense
 
     parser().require(require_sense, answer_at_once)

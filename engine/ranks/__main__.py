@@ -2,8 +2,22 @@
 
 import os
 import sys
+import threading
+import time
 
-from engine.ranks.place import started
+from engine.ranks.place import Place, started
+
+LOOK = 0.25  # seconds between two looks for rank 0
+
+
+def _watch(place: Place) -> None:
+    """End where rank 0 has ended, also before there is a connection to it."""
+    while not place.orphaned:
+        time.sleep(LOOK)
+    time.sleep(LOOK)  # the connection may know it too, and say so
+    sys.stderr.write(f"rank {place.rank}: rank 0 has ended\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def start() -> int:
@@ -15,6 +29,7 @@ def start() -> int:
         )
         return 2
     place.bind()
+    threading.Thread(target=_watch, args=(place,), daemon=True).start()
     from engine.ranks.drive.following import follow
 
     return follow(place)

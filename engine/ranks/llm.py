@@ -86,7 +86,7 @@ class RankedLLM(ShareLLM):
         followers = meeting.gather()
         try:
             self._follow(followers)
-            self.hold(meeting.ranks())
+            self.hold(followers.meanwhile(meeting.ranks))
             super().load()
             followers.wait("ready", 0, meeting.place.timeout)
             meeting.all_have_it()

@@ -21,7 +21,8 @@ NODES = Path("/sys/devices/system/node")
 class Place:
     """Rank `rank` of `size`. folder: where ranks that rank 0 started meet; "": as torchrun's
     variables say. cores: it runs on these alone; (): wherever the system puts it. threads: 0:
-    torch's own number. timeout: seconds that it waits for the others.
+    torch's own number. timeout: seconds that it waits for the others. leader: the process of rank 0
+    where that started it.
     """
 
     rank: int
@@ -30,6 +31,7 @@ class Place:
     cores: tuple[int, ...] = ()
     threads: int = 0
     timeout: float = 120.0
+    leader: int = 0
 
     def variables(self) -> dict[str, str]:
         """Environment variables by which a process takes this place."""
@@ -37,6 +39,11 @@ class Place:
         if self.threads:
             found["OMP_NUM_THREADS"] = str(self.threads)
         return found
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the process that started this one has ended."""
+        return self.leader > 0 and os.getppid() != self.leader
 
     def bind(self) -> None:
         """Run this process on its cores alone, where the system lets it."""

@@ -6,14 +6,23 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from engine.base.errors import EngineError, RankLost
 
 GRACE = 10.0  # seconds in which ranks that fail alike say so
 LAST = 1.0  # seconds in which the end of a process becomes known
 GONE = "the sessions of this model are gone; start it again"
+
+
+T = TypeVar("T")
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 class Followers:
@@ -47,8 +56,10 @@ class Followers:
                 try:
                     connection = listener.accept()
                     found[connection.recv()] = connection
-                except (OSError, EOFError):
-                    return
+                except (EOFError, AuthenticationError):
+                    continue  # one that died at the door, or a stranger
+                except OSError:
+                    return  # the listener was closed
                 with self._news:
                     self._news.notify_all()
 
@@ -61,8 +72,10 @@ class Followers:
             if not why and missing and time.monotonic() > until:
                 why = f"rank {missing[0]} did not come within {self._timeout:.0f} s"
             if why:
+                listener.close()
                 self._stop()
                 raise RankLost(f"{why}; the model was not loaded")
+        listener.close()
         return found
 
     def _ended(self, rank: int) -> str:
@@ -109,6 +122,28 @@ class Followers:
     def lost(self) -> str:
         """What is known of the first rank that has ended; "" while all run."""
         return next(iter(self._lost.values()), "")
+
+    def meanwhile(self, work: Callable[[], T]) -> T:
+        """What `work` returns, which waits for the other ranks. Raises RankLost where one ends
+        first: whoever waits for it goes with this process.
+        """
+        done: list[Callable[[], T]] = []
+
+        def run() -> None:
+            try:
+                found = work()
+                done.append(lambda: found)
+            except Exception as error:
+                done.append(partial(_raise, error))
+            with self._news:
+                self._news.notify_all()
+
+        threading.Thread(target=run, daemon=True).start()
+        with self._news:
+            while not done and not self._lost:
+                self._news.wait(1.0)
+        self.require_whole()
+        return done[0]()
 
     def require_whole(self) -> None:
         """Raise RankLost where a rank has ended."""

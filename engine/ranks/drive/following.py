@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-from engine.base.errors import EngineError
+from engine.base.errors import EngineError, RankLost
 from engine.base.figures import first_line
 from engine.ranks.drive.follow import Follower
 from engine.ranks.drive.meeting import grouped, joining
@@ -15,8 +16,12 @@ from engine.session.session import Session
 
 def follow(place: Place) -> int:
     """Join the ranks, load this one's share and make rank 0's calls; the exit code."""
-    connection, store = joining(place)
-    follower = Follower(place.rank, connection)
+    try:
+        connection, store = joining(place)
+        follower = Follower(place.rank, connection)
+    except (RankLost, RuntimeError, OSError, EOFError) as error:
+        sys.stderr.write(f"rank {place.rank}: {first_line(error)}\n")
+        return 1
     kind, *told = follower.next()
     if kind == "end":
         return 0

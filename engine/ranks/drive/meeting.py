@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from multiprocessing.connection import AuthenticationError, Client, Connection, Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
 import torch.distributed as dist
@@ -64,18 +65,19 @@ class Meeting:
 
     def _start(self, place: Place) -> subprocess.Popen[bytes]:
         """Start a rank, which takes its place before it imports torch."""
-        mine = Place(**{**vars(place), "folder": self._folder})
+        mine = Place(**{**vars(place), "folder": self._folder, "leader": os.getpid()})
         paths = [str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, **mine.variables(), "PYTHONPATH": os.pathsep.join(paths)}
         command = [sys.executable, "-m", "engine.ranks"]
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
 
     def segment(self) -> str:
-        """The path of shared memory for the ranks that were started here; "" where there is none:
-        without C++ kernels, and under torchrun, whose ranks may be on several machines.
+        """The path of the ranks' shared memory; "" where there is none: without C++ kernels, and
+        where torchrun has ranks on several machines.
         """
-        if self._folder and not self._segment and usable():
-            self._segment = new_segment(self.place.size, self._folder)
+        here = self._folder or os.environ.get("LOCAL_WORLD_SIZE") == str(self.place.size)
+        if here and not self._segment and usable():
+            self._segment = new_segment(self.place.size, self._folder or tempfile.gettempdir())
             atexit.register(self.all_have_it)
         return self._segment
 
@@ -120,18 +122,20 @@ def joining(place: Place) -> tuple[Connection, dist.Store]:
     if not place.folder:
         store = _torchruns()
         port, key = store.get("omnikv-calls").decode().split()
-        return _connected((HOST, int(port)), bytes.fromhex(key), until), store
+        return _connected((HOST, int(port)), bytes.fromhex(key), until, place), store
     folder = Path(place.folder)
     key = (folder / "key").read_bytes()
-    connection = _connected(str(folder / "calls"), key, until)
+    connection = _connected(str(folder / "calls"), key, until, place)
     return connection, dist.FileStore(str(folder / "store"), place.size)
 
 
-def _connected(address: tuple[str, int] | str, key: bytes, until: float) -> Connection:
+def _connected(
+    address: tuple[str, int] | str, key: bytes, until: float, place: Place
+) -> Connection:
     while True:
         try:
             return Client(address, authkey=key)
         except (OSError, AuthenticationError, EOFError) as error:
-            if time.monotonic() > until:
+            if place.orphaned or time.monotonic() > until:
                 raise RankLost(f"rank 0 is not there: {error}") from None
             time.sleep(0.05)

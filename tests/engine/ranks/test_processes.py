@@ -1,0 +1,166 @@
+"""Real processes over the shipped model: the tokens of one process, one driver for all of them, and
+an end in one line where one dies.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from engine import LLM, OmniKV, RankedLLM, SamplingParams
+from engine.base.errors import RankLost, SettingError
+from tests.builders import POCKET, ROOT
+
+METHOD = OmniKV(tokens=64, dense_below=0)
+SETTINGS = dict(max_context=512, chunk=64, dtype="float32", device="cpu", threads=1, method=METHOD)
+
+
+@pytest.fixture(scope="module")
+def one():
+    """One process."""
+    return LLM(POCKET, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Two processes."""
+    llm = RankedLLM(POCKET, 2, timeout=300, **SETTINGS)
+    yield llm
+    llm.close()
+
+
+def ids_of(count):
+    """Token ids of the shipped model."""
+    return torch.randint(5, 5000, (count,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def test_greedy_tokens_logits_and_selections_are_one_process_s(one, pair):
+    prompt = ids_of(300)
+    with one.session() as alone, pair.session() as session:
+        want, found = alone.prefill(prompt), session.prefill(prompt)
+        for _ in range(16):
+            assert float((found - want).abs().max()) < 1e-4
+            token = int(want.argmax())
+            assert token == int(found.argmax())
+            want, found = alone.decode(token), session.decode(token)
+            chosen = alone.selections
+            assert all(torch.equal(session.selections[layer], chosen[layer]) for layer in chosen)
+        assert session.stats.sparse_steps == 16
+
+
+def test_one_driver_generates_goes_back_and_forks(one, pair):
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    assert (
+        pair.generate(ids_of(150), params).token_ids == one.generate(ids_of(150), params).token_ids
+    )
+    with one.session() as alone, pair.session() as session:
+        for each in (alone, session):
+            each.prefill(ids_of(120))
+            each.decode(7)
+            each.truncate(100)
+        with alone.fork() as theirs, session.fork() as mine:
+            assert float((mine.decode(9) - theirs.decode(9)).abs().max()) < 1e-4
+        assert float((session.decode(8) - alone.decode(8)).abs().max()) < 1e-4
+
+
+class Enough(Exception):
+    """What a progress callback raises."""
+
+
+def test_a_prompt_stops_on_all_ranks_where_rank_0_stops(one, pair):
+    def stop(progress):
+        if progress.done >= 128:
+            raise Enough
+
+    with one.session() as alone, pair.session() as session:
+        for each in (alone, session):
+            with pytest.raises(Enough):
+                each.prefill(ids_of(300), stop)
+            assert len(each) == 128
+        assert float((session.decode(8) - alone.decode(8)).abs().max()) < 1e-4
+
+
+def test_ctrl_c_waits_for_the_end_of_a_call(pair):
+    with pair.session() as session:
+        session.prefill(ids_of(64))
+
+        def press(progress):
+            os.kill(os.getpid(), signal.SIGINT)
+
+        with pytest.raises(KeyboardInterrupt):
+            session.prefill(ids_of(200), press)
+        assert len(session) in (128, 192)  # whole chunks
+        session.decode(5)
+
+
+def test_an_error_that_all_ranks_meet_leaves_them_together(pair):
+    with pair.session() as session:
+        session.prefill(ids_of(20))
+        with pytest.raises(SettingError, match="token"):
+            session.decode(10**9)
+        session.decode(5)
+        assert len(session) == 21
+
+
+def test_what_one_process_alone_can_do_is_refused_in_a_line(pair, tmp_path):
+    with pair.session() as session:
+        session.prefill(ids_of(40))
+        for work in (
+            lambda: pair.batch(),
+            lambda: pair.restore(tmp_path / "a.omnikv"),
+            lambda: session.save(tmp_path / "a.omnikv"),
+            lambda: session.check(2),
+            lambda: pair.score(ids_of(5)),
+            lambda: pair.model.logits(torch.zeros(1, pair.config.hidden_size)),
+        ):
+            with pytest.raises(SettingError, match="one process"):
+                work()
+        assert not list(tmp_path.iterdir())
+        session.decode(5)
+
+
+def test_the_plan_says_what_each_rank_holds(pair):
+    from engine.ranks.placement import placement_text, placements
+
+    found = placements(pair)
+    assert [one.heads for one in found] == [(0, 2), (2, 4)]
+    assert found[0].weights == pair.model.nbytes
+    assert "rank 1: weights" in placement_text(pair)
+
+
+def test_a_rank_that_dies_ends_the_model_with_its_name():
+    llm = RankedLLM(POCKET, 2, timeout=300, **SETTINGS)
+    session = llm.session()
+    session.prefill(ids_of(64))
+    process = llm._meeting._followers._processes[0]
+    os.kill(process.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(RankLost, match=rf"rank 1 \(process {process.pid}\) was ended by signal 9"):
+        while True:
+            session.decode(5)
+    with pytest.raises(RankLost, match="rank 1"):
+        session.prefill(ids_of(64))
+    assert time.monotonic() - began < 30
+    session.close()
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--ranks", "2", "--numa", "2"], "--ranks: found beside --numa"),
+        (["--ranks", "1"], "--ranks: found '1', expected a number from 2 to 64"),
+        (["--numa", "some"], "--numa: found 'some'"),
+        (["--ranks", "2", "--exact"], "--exact: works on one process"),
+        (["--numa", "2", "--session", "x"], "--session: works on one process; leave it or --numa"),
+    ],
+)
+def test_wrong_flags_are_said_in_a_line(flags, said):
+    command = [sys.executable, "-m", "engine.chat", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert said in done.stderr and done.stderr.count("\n") == 1

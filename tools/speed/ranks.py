@@ -1,0 +1,209 @@
+"""Ranks of one model on cores of their own, beside threads of one process.
+
+Random weights of a shape, in a folder that every way reads. Each way is a process that reads the
+same prompt and then waits; the ways take turns (A B A B), and the table has the median of the
+clock's seconds for a decode step. Both ranks and both threads are bound to the same cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import LLM, Full, OmniKV, RankedLLM
+from engine.model.config.config import ModelConfig
+from engine.model.tensors import targets
+from engine.ranks.place import allowed_cores
+from tools.bench.shapes import shape_config, shape_filters
+from tools.bench.suite import sharp_stream
+from tools.speed import harness
+from tools.speed.harness import ROOM, SHAPED, Report, flag
+
+METHODS = ("full", "omnikv")
+CHILD = "OMNIKV_SPEED_RANKS"  # what a child measures, as JSON
+
+
+def write_folder(args: argparse.Namespace, folder: Path) -> None:
+    """Write a shape's random weights as a model folder."""
+    from safetensors.torch import save_file
+
+    config = shape_config(args.shape)
+    dtype = getattr(torch, args.dtype)
+    held = dict(sharp_stream(config, dtype, torch.device("cpu")))
+    stored: dict[str, torch.Tensor] = {}
+    for target in targets(config):
+        rows = [shape[0] for _, shape in target.parts]
+        for (name, _), part in zip(target.parts, held[target.name].split(rows), strict=True):
+            stored[name] = part.contiguous()
+    save_file(stored, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(_fields(config, args.dtype)))
+
+
+def _fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope.theta,
+        "max_position_embeddings": config.max_positions,
+        "tie_word_embeddings": config.tied_embeddings,
+        "torch_dtype": dtype,
+    }
+
+
+def methods_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The methods that are measured."""
+    filters = shape_filters(args.shape)
+    return {"full": Full(), "omnikv": OmniKV(filter_layers=filters, dense_below=0)}
+
+
+def child(given: dict[str, Any]) -> int:
+    """One way: read the prompt, then take steps for every line of standard input, which names a
+    method and how many; a line of seconds for each.
+    """
+    args = argparse.Namespace(**given)
+    settings: dict[str, Any] = dict(
+        device="cpu", max_context=args.context + ROOM, chunk=512, method=Full()
+    )
+    if args.way == "ranks":
+        llm: LLM = RankedLLM(args.folder, args.count, **settings)
+    else:
+        os.sched_setaffinity(0, allowed_cores()[: args.count])
+        llm = LLM(args.folder, threads=args.count, **settings)
+    methods, generator = methods_of(args), torch.Generator().manual_seed(1)
+    ids = torch.randint(5, llm.config.vocab_size, (args.context,), generator=generator).tolist()
+    session = llm.session()
+    began = time.perf_counter()
+    session.prefill(ids)
+    print(json.dumps([time.perf_counter() - began]), flush=True)
+    for line in sys.stdin:
+        name, count = line.split()
+        session.set_method(methods[name])
+        found = []
+        for number in range(int(count)):
+            began = time.perf_counter()
+            session.decode(5 + number)
+            found.append(time.perf_counter() - began)
+        session.truncate(args.context)
+        print(json.dumps(found), flush=True)
+    session.close()
+    if isinstance(llm, RankedLLM):
+        llm.close()
+    return 0
+
+
+@contextmanager
+def way(args: argparse.Namespace, folder: Path, context: int, name: str, count: int) -> Iterator:
+    """A child that measures a way."""
+    given = dict(folder=str(folder), context=context, way=name, count=count, shape=args.shape)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tools.speed.ranks"],
+        env={**os.environ, CHILD: json.dumps(given)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    out, back = process.stdin, process.stdout
+
+    def ask(line: str) -> list[float]:
+        if line:
+            out.write(line + "\n")
+            out.flush()
+        return json.loads(back.readline())
+
+    try:
+        yield ask
+    finally:
+        out.close()
+        process.wait(30)
+
+
+def measure(args: argparse.Namespace, folder: Path, context: int) -> list[dict[str, Any]]:
+    """A row for each method at one context."""
+    count, ways = args.ranks, {}
+    with ExitStack() as open_ways:
+        for name, held in (("one thread", 1), ("threads", count), ("ranks", count)):
+            kind = "ranks" if name == "ranks" else "threads"
+            ways[name] = open_ways.enter_context(way(args, folder, context, kind, held))
+            ways[name]("")
+        rows = []
+        for method in METHODS:
+            line = f"{method} {args.steps}"
+            asked = {name: partial(_told, ask, line) for name, ask in ways.items()}
+            found = harness.in_turns(asked, args.turns)
+            taken = {
+                name: statistics.median(s for turn in mine for s in turn)
+                for name, mine in found.items()
+            }
+            rows.append(dict(method=method, context=context, seconds=taken))
+    return rows
+
+
+def _told(ask: Callable[[str], list[float]], line: str, turn: int) -> list[float]:
+    return ask(line)
+
+
+def work(args: argparse.Namespace) -> Report:
+    """Measure every context."""
+    harness.require(args, 2, "ranks", most=len(allowed_cores()))
+    harness.require(args, 1, "steps", "turns")
+    rows = []
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as made:
+        write_folder(args, Path(made))
+        for context in harness.sizes(args, "context"):
+            rows += measure(args, Path(made), context)
+    lines = []
+    for row in rows:
+        one, threads, ranks = (1000 * row["seconds"][n] for n in ("one thread", "threads", "ranks"))
+        lines.append(
+            (row["method"], row["context"], f"{one:.2f}", f"{threads:.2f}", f"{ranks:.2f}")
+            + (f"{one / threads:.2f}", f"{one / ranks:.2f}", f"{threads / ranks:.2f}")
+        )
+    names = "method | tokens | one thread, ms | threads, ms | ranks, ms | threads' gain"
+    names += " | ranks' gain | ranks over threads"
+    facts = f"{args.shape}, {args.dtype}, {args.ranks} ranks against {args.ranks} threads, "
+    data = {"rows": rows, **harness.shape_facts(args), **harness.origin()}
+    return Report(facts + harness.machine(), harness.markdown(names, lines), data)
+
+
+FLAGS: dict[str, dict[str, Any]] = {
+    **SHAPED,
+    "--context": flag("2K", "tokens in the session, or several such sizes"),
+    "--ranks": flag(2, "ranks, and threads beside them"),
+    "--steps": flag(12, "decode steps of a turn"),
+    "--turns": flag(4, "turns of each way after a first"),
+}
+main = harness.program("ranks", __doc__, FLAGS, work)
+
+
+def start(argv: Sequence[str] | None = None) -> int:
+    """The program, or one of its ways."""
+    if CHILD in os.environ:
+        return child(json.loads(os.environ.pop(CHILD)))
+    return main(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(start())
