@@ -16,9 +16,11 @@ from engine.load.loaded import Loaded
 from engine.load.options import LLMSettings
 from engine.methods.base import Method
 from engine.model.config.config import ModelConfig
+from engine.model.low_bits import OnTheWay
 from engine.model.share.cut import added_once
 from engine.model.share.divide import share_of, vocab_of
 from engine.model.share.joined import joined
+from engine.model.tensors import targets
 from engine.ranks.group import Ranks
 from engine.ranks.merge import Merge
 from engine.ranks.methods import require_method
@@ -71,12 +73,34 @@ class ShareLLM(LLM):
             raise SettingError(f"compile: found True with {count} ranks, expected None or False")
         if options.forever:
             raise SettingError(f"forever: found True with {count} ranks, expected False")
-        if options.weights not in ("auto", "float"):
-            self._require_whole_groups(options.weights)
+        self._require_whole_groups()
         self._require(self.method)
 
-    def _require_whole_groups(self, word: str) -> None:
-        raise SettingError(f"weights: found {word!r} with {self.place[1]} ranks, expected 'auto'")
+    def _require_whole_groups(self) -> None:
+        """Raise SettingError for weights of few bits that come so, or whose groups a cut would
+        divide: they would be others than one process's.
+        """
+        rounding, count, word = self.planner.rounding, self.place[1], self.options.weights
+        if not isinstance(rounding, OnTheWay):
+            raise SettingError(
+                f"weights: found a quantised checkpoint with {count} ranks, expected float weights"
+            )
+        for target in targets(self.config):
+            cuts = [cut for cut in target.cuts if cut is not None]
+            shape = target.shape
+            held = rounding.held(target.name, shape[-1]) if cuts and len(shape) == 2 else None
+            if held is None:
+                continue
+            for cut in cuts:
+                right = cut.whole[1] if cut.right is None else cut.right
+                whole = right == cut.whole[1] or right % held.group == 0
+                if held.outliers or cut.left % held.group or not whole:
+                    size = "a row, outliers apart" if held.outliers else f"{held.group} columns"
+                    raise SettingError(
+                        f"weights: found {word!r} with {count} ranks, but {target.name} has a "
+                        f"scale for {size}, which a cut at columns {cut.left} to {right} divides; "
+                        "use weights='auto'"
+                    )
 
     def hold(self, ranks: Ranks) -> None:
         """Take the other ranks, which `load` and everything after it needs."""

@@ -23,19 +23,20 @@ CONFIG = dict(
 SETTINGS = dict(max_context=512, chunk=64, dtype="float32", device="cpu", threads=1)
 
 
-def model_folder(path: Path) -> Path:
-    """Write it."""
+def model_folder(path: Path, **changes) -> Path:
+    """Write it. changes: to its configuration."""
     from safetensors.torch import save_file
 
     torch.manual_seed(0)
-    weights = tiny_model.tensors(CONFIG)
+    config = {**CONFIG, **changes}
+    weights = tiny_model.tensors(config)
     peaky = {
         name: weight * (3 if "q_proj" in name or "k_proj" in name else 1)
         for name, weight in weights.items()
     }
     path.mkdir(parents=True, exist_ok=True)
     save_file({name: w.contiguous() for name, w in peaky.items()}, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 

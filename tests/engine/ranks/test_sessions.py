@@ -152,6 +152,28 @@ def test_both_tiers(one, pair, offload):
         assert float((found - want).abs().max()) < CLOSE
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [dict(bank="int8"), dict(bank="int4"), dict(weights="int8"), dict(weights="int4")],
+    ids=str,
+)
+def test_few_bits(tmp_path, settings):
+    sizes = dict(hidden_size=64, head_dim=32, intermediate_size=128, num_attention_heads=4)
+    folder = model_folder(tmp_path, num_hidden_layers=5, **sizes)
+    given = {**SETTINGS, **settings, "method": OmniKV(**SPARSE)}
+    want = answered(LLM(folder, **given), None, 100, 3)
+    # in four bits a row's last bit of rounding is a step of its values
+    close = 5e-3 if settings.get("bank") == "int4" else CLOSE
+    for found, _, figures in Together(folder, 2, **given).each(answered, None, 100, 3):
+        assert float((found - want[0]).abs().max()) < close
+        assert figures == want[2]
+
+
+def test_groups_that_a_cut_divides_are_refused(folder):
+    with pytest.raises(SettingError, match="int8' with 2 ranks, but .* which a cut at columns"):
+        Together(folder, 2, **{**SETTINGS, "weights": "int8", "method": Full()})
+
+
 def test_what_a_step_sends_is_what_the_page_says(pair):
     config, ranks = pair.llms[0].config, pair.ranks[0]
 
@@ -198,7 +220,6 @@ def test_methods_across_heads_are_refused_by_name(folder, pair, method, said):
 @pytest.mark.parametrize(
     "settings, said",
     [
-        (dict(weights="int8"), "weights: found 'int8' with 2 ranks"),
         (dict(compile=True), "compile"),
         (dict(forever=True, max_context=None), "forever"),
     ],
