@@ -8,6 +8,7 @@
 #   make docs-check                    run the commands of README.md and docs/*.md
 #   make studies-test                  the tests of tools/studies, which make test leaves out
 #   make test-arm                      tests/kernels_cpu on an ARM that QEMU emulates (docs/MACHINES.md)
+#   make wheel                         a wheel that carries compiled kernels, into dist/
 #   make bench kernels check-gpu eval compare pocket    measurements and tools; ARGS goes to the program
 PYTHON ?= python3
 MODEL ?=
@@ -18,7 +19,7 @@ READY = .venv/.runtime
 READY_DEV = .venv/.dev
 READY_SERVE = .venv/.serve
 
-.PHONY: chat serve test quick studies-test test-arm lint format bench kernels check-gpu eval compare pocket docs-check real-model clean
+.PHONY: chat serve test quick studies-test test-arm lint format bench kernels check-gpu eval compare pocket docs-check real-model wheel clean
 
 chat: $(READY)
 	@$(PY) -m engine.chat $(if $(MODEL),--model "$(MODEL)") $(ARGS)
@@ -71,6 +72,9 @@ docs-check: $(READY_DEV)
 
 real-model: $(READY)
 	@$(PY) -m tools.real_model $(ARGS)
+
+wheel: $(READY_DEV)
+	@$(PY) -m tools.release.wheel $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

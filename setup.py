@@ -18,7 +18,7 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 # programs of tools/ that a user without a clone has use for, and what they import
-TOOLS = ("banks", "bench", "calibrate", "common", "compare", "convert", "eval", "tasks")
+TOOLS = ("banks", "bench", "calibrate", "common", "compare", "convert", "tasks")
 GUESTS = ("kernels", "weights", "tools")
 IMPORT = re.compile(rf"^(\s*from )({'|'.join(GUESTS)})\b(?=[\w.]* import )", re.MULTILINE)
 WHOLE = re.compile(rf"^(\s*)import ({'|'.join(GUESTS)})$", re.MULTILINE)

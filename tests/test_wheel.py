@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -12,17 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from kernels.native import library
+from tools.release.wheel import build, platform_tag
+
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = (
-    "engine",
-    "kernels",
-    "weights",
-    "tools",
-    "setup.py",
-    "pyproject.toml",
-    "README.md",
-    "LICENSE",
-)
 STRANGERS = ("kernels", "weights", "tools")
 
 
@@ -34,29 +28,16 @@ def setup_module_of_the_clone():
     return module
 
 
-def build(home: Path, **carried: bytes) -> Path:
-    """A wheel of this tree, made of a copy in `home`: setuptools writes beside the sources.
-    carried: libraries of kernels by instruction set.
-    """
-    home.mkdir(exist_ok=True)
-    for name in NAMES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, home / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, home / name)
-    for name, library in carried.items():
-        (home / "kernels" / "native" / "prebuilt").mkdir(exist_ok=True)
-        (home / "kernels" / "native" / "prebuilt" / f"{name}.so").write_bytes(library)
-    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "-q", "-w", str(home / "made")], cwd=home, check=True)
-    (made,) = (home / "made").iterdir()
-    return made
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
+    """A wheel with this machine's own kernels, where it has a compiler, and another's."""
     pytest.importorskip("setuptools", minversion="77")
-    return build(tmp_path_factory.mktemp("wheel"), none=b"a library")
+    home = tmp_path_factory.mktemp("wheel")
+    (home / "carried").mkdir()
+    (home / "carried" / "none.so").write_bytes(b"a library\0GLIBC_2.91\0")
+    if library.native() is not None:
+        library.prebuild(home / "carried", library._set())  # a copy of what is in the cache
+    return build(home / "made", home / "carried")
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +53,9 @@ def site(wheel):
     return folder
 
 
-def run(site, cwd, *arguments):
-    """Python in a folder elsewhere, with the wheel as the only engine; compiles no C++."""
-    state = {**os.environ, "PYTHONPATH": str(site), "OMNIKV_NATIVE": "0"}
+def run(site, cwd, *arguments, **state):
+    """Python in a folder elsewhere, with the wheel as the only engine; runs no C++ unless told."""
+    state = {**os.environ, "PYTHONPATH": str(site), "OMNIKV_NATIVE": "0", **state}
     state["XDG_CACHE_HOME"] = str(cwd / "cache")
     return subprocess.run(
         [sys.executable, *arguments], cwd=cwd, env=state, capture_output=True, text=True
@@ -92,6 +73,31 @@ def test_it_has_one_name(wheel):
     assert "engine/kernels/native/prebuilt/none.so" in names
     assert "engine/integrations/transformers.py" in names
     assert not any("studies" in name or "/tests" in name for name in names)
+
+
+def test_its_name_says_which_c_library_it_asks_for(wheel, tmp_path):
+    assert wheel.name.endswith(f"-py3-none-manylinux_2_91_{platform.machine()}.whl")
+    (tmp_path / "old.so").write_bytes(b"\0GLIBC_2.3.4\0GLIBC_2.14\0GLIBCXX_3.4\0")
+    assert platform_tag([tmp_path / "old.so"], "x86_64") == "manylinux_2_17_x86_64"
+
+
+KERNELS = """
+from engine.kernels.native import library
+assert not library.to_compile()
+print(library.native()._name, library.missing())
+"""
+
+
+def test_it_runs_its_own_kernels_where_no_compiler_is(site, tmp_path):
+    if library.native() is None:
+        pytest.skip(library.missing())
+    state = {"OMNIKV_NATIVE": "1", "PATH": str(tmp_path)}
+    carried = site / "engine" / "kernels" / "native" / "prebuilt" / library._file(library._set())
+    done = run(site, tmp_path, "-c", KERNELS, **state)
+    assert done.stdout.split() == [str(carried)], done.stderr
+    done = run(site, tmp_path, "-m", "engine.chat", "-p", "What is the pass key of Alice?", **state)
+    assert done.returncode == 0 and "66160" in done.stdout, done.stderr
+    assert "compil" not in done.stderr and not list(tmp_path.glob("cache/omnikv/kernels/*"))
 
 
 EVERYTHING = """

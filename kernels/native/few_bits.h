@@ -95,7 +95,7 @@ INLINE Floats some_as(int kind, const void *from, long i, int count) {
 
 // `count` outputs of a row from its float32 sums and, where SwiGLU takes them, those of the second
 // half; rounded to the dtype of x where torch's operators round
-static void finish(const Product &p, int row, const float *sums, const float *other, int first, int count) {
+[[maybe_unused]] static void finish(const Product &p, int row, const float *sums, const float *other, int first, int count) {
     const int outputs = p.gated ? p.outputs / 2 : p.outputs;
     const long at = (long)row * outputs + first;
     const bool more = p.gated || p.residual;

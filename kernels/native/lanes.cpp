@@ -28,9 +28,9 @@ struct Paired {
     typedef uint32_t Element;
     static constexpr int step = 2, SUMS = 2;
     INLINE Floats product(Floats sum, const Element *queries, const char *key) {
-        uint32_t pair;
+        int32_t pair;
         memcpy(&pair, key, 4);
-        return (Floats)_mm512_dpbf16_ps((__m512)sum, thirty_two(queries), (__m512bh)_mm512_set1_epi32(pair));
+        return add_pairs(sum, load((const float *)queries), (Floats)(Ints{} + pair));
     }
 };
 #endif

@@ -1,7 +1,7 @@
 """The C++ kernels of this folder, compiled for this machine when they are first needed and kept in
 the user's cache.
 
-A GPU's kernels are compiled by Triton, these by the machine's own C++ compiler, in 10 to 20 seconds
+A GPU's kernels are compiled by Triton, these by the machine's own C++ compiler, in 10 to 40 seconds
 and once: the file's name is a digest of sources, flags and compiler. A wheel may carry libraries,
 made by `prebuild`, for which no compiler is needed. Where there is neither, or some of what was
 compiled computes something else, torch's operators run instead, and `missing()` says why.
@@ -75,7 +75,7 @@ FLAGS = (
     "-fno-trapping-math",
     "-fno-exceptions",
     "-fno-rtti",
-    "-fopenmp",
+    "-pthread",
     "-fPIC",
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -94,7 +94,7 @@ SETS = {
 _DOT = "-march=armv8.2-a+fp16+dotprod"
 ARM_SETS = {"neon": (), "neon_dot": (_DOT,), "neon_bf16": (f"{_DOT}+i8mm+bf16",)}
 _FLAGS_OF = {**SETS, **ARM_SETS}
-COMPILING = "compiling this CPU's kernels, once: 10 to 20 seconds"
+COMPILING = "compiling this CPU's kernels, once: 10 to 40 seconds"  # 8 cores, 2 cores
 PATIENCE = 120  # seconds that compilers may take
 HEARD = 1 << 16  # bytes that are kept of what a compiler says
 
@@ -218,23 +218,35 @@ def to_compile() -> bool:
     if _reason is not None or missing() or _prebuilt():
         return False
     compiler, flags = _compiler()
-    return not any(cache.whole(folder / _name(compiler, flags)) for folder in cache.kept())
+    name, stamp = _name(compiler, flags), _stamp(flags)
+    return not any(cache.whole(folder / name, stamp) for folder in cache.kept())
 
 
-def prebuild(folder: Path, *sets: str, compiler: str | None = None) -> None:
-    """Compile a library for each of these instruction sets, without any all of this machine's kind,
-    into `folder`, which a wheel has as PREBUILT. compiler: one whose programs run on machines of
-    another kind; None for this machine's, whose own CPU does not matter. Raises RuntimeError where
-    it fails.
+def prebuild(folder: Path, *sets: str, compiler: str | None = None) -> list[Path]:
+    """Put a library for each of these instruction sets, without any all of this machine's kind,
+    into `folder`, which a wheel has as PREBUILT; sets of the same flags share one. What is in the
+    cache is copied, all else compiled. compiler: one whose programs run on machines of another
+    kind; None for this machine's, whose own CPU does not matter. Returns the files. Raises
+    RuntimeError where it fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    made = {_file(name): (*FLAGS, *_FLAGS_OF[name]) for name in sets or own_sets()}
     try:
         compiler = compiler or _found_compiler()
-        for name in sets or own_sets():
-            flags = *FLAGS, *_FLAGS_OF[name]
-            _compile(compiler, flags, folder / f"{name}.so", _stamp(flags))
+        for file, flags in made.items():
+            places = (kept / _name(compiler, flags) for kept in cache.kept())
+            if ready := next((path for path in places if cache.whole(path, _stamp(flags))), None):
+                shutil.copy(ready, folder / file)
+            else:
+                _compile(compiler, flags, folder / file)
     except _Missing as error:
         raise RuntimeError(str(error)) from None
+    return [folder / file for file in made]
+
+
+def _file(name: str) -> str:
+    """Name the file of a wheel for an instruction set: that of the first set of the same flags."""
+    return next(f"{first}.so" for first, f in _FLAGS_OF.items() if f == _FLAGS_OF[name])
 
 
 def own_sets() -> dict[str, tuple[str, ...]]:
@@ -247,7 +259,7 @@ def _prebuilt() -> Path | None:
     can be none.
     """
     flags = _flags()
-    path = PREBUILT / f"{_set()}.so"
+    path = PREBUILT / _file(_set())
     return path if cache.whole(path, _stamp(flags)) else None
 
 
@@ -283,13 +295,13 @@ def _found_compiler() -> str:
 
 def _loaded() -> ctypes.CDLL:
     if ready := _prebuilt():
-        with suppress(OSError):  # of another C library, or without OpenMP's: compile one
+        with suppress(OSError):  # of another C library: compile one
             return ctypes.CDLL(str(ready))
     compiler, flags = _compiler()
     name, last = _name(compiler, flags), "no folder to compile in"
     for folder in cache.folders():
         path = folder / name
-        if cache.whole(path):
+        if cache.whole(path, _stamp(flags)):
             with suppress(OSError):
                 os.utime(path)  # used last: `sweep` keeps it
                 return ctypes.CDLL(str(path))
@@ -309,7 +321,9 @@ def _name(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _stamp(flags: tuple[str, ...]) -> bytes:
-    """What a library of a wheel says it was made of."""
+    """What a library says it was made of: one of other instructions ends the process by SIGILL,
+    wherever it was copied to.
+    """
     return b"omnikv sha256 of sources and flags:" + _digest(flags)
 
 
@@ -321,7 +335,7 @@ def _digest(parts: Iterable[str]) -> bytes:
     return found.digest()
 
 
-def _compile(compiler: str, flags: tuple[str, ...], path: Path, stamp: bytes = b"") -> None:
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     """Compile the sources to `path`, side by side, in a folder beside it, and rename: two processes
     may do so at a time. Raises OSError where this folder will not do, _Missing where the compiler
     will not.
@@ -330,7 +344,6 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path, stamp: bytes = b
     if not cache.has_room(path.parent):
         raise OSError(errno.ENOSPC, f"less than {cache.ROOM >> 20} MB free")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=cache.MAKING) as folder:
-        flags = _known(compiler, flags, folder)
         objects = [str(Path(folder) / f"{name}.o") for name in SOURCES]
         whole = Path(folder) / "whole.so"
         _run(
@@ -342,21 +355,9 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path, stamp: bytes = b
         )
         _run([[compiler, *flags, "-shared", *objects, "-o", str(whole)]], folder)
         os.chmod(whole, 0o700)
-        cache.seal(whole, stamp)
+        cache.seal(whole, _stamp(flags))
         os.replace(whole, path)
         cache.bring_to_disk(path.parent)
-
-
-def _known(compiler: str, flags: tuple[str, ...], folder: str) -> tuple[str, ...]:
-    """The flags without OpenMP's where a compiler has none, as Apple's, or no library of it."""
-    if "-fopenmp" not in flags:
-        return flags
-    probe = [compiler, "-fopenmp", "-shared", "-x", "c++", os.devnull, "-o"]
-    try:
-        _run([[*probe, str(Path(folder) / "probe.so")]], folder)
-    except _Missing:
-        return tuple(flag for flag in flags if flag != "-fopenmp")
-    return flags
 
 
 def _run(commands: list[list[str]], folder: str) -> None:

@@ -35,10 +35,8 @@ from kernels.quant.rounding import to_int4, to_int8
 from kernels.rows.forms import FORMS
 
 SANITIZER = sys.argv[1] if len(sys.argv) > 1 else "address,undefined"
-# OpenMP's threads wait for each other in ways that the thread sanitizer does not see
-DROPPED = {"-O3", "-fopenmp"} if SANITIZER == "thread" else {"-O3"}
 library.FLAGS = (
-    *(flag for flag in library.FLAGS if flag not in DROPPED),
+    *(flag for flag in library.FLAGS if flag != "-O3"),
     "-O0",
     "-g1",
     *(f"-fsanitize={SANITIZER}", "-fno-sanitize-recover=all"),

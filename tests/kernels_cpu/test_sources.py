@@ -147,8 +147,6 @@ def test_sanitizers_find_nothing(compiler, tmp_path):
 def test_threads_meet_only_where_they_wait_for_each_other(compiler, tmp_path, request):
     if not request.config.getoption("--whole-grid"):
         pytest.skip("a minute: with --whole-grid")
-    if any("#pragma omp" in path.read_text() for path in library.FOLDER.glob("*.cpp")):
-        pytest.skip("OpenMP's threads wait for each other unseen by the sanitizer")
     # torch's own code was not compiled with it
     tsan = "ignore_noninstrumented_modules=1:report_signal_unsafe=0"
     done = sanitized(compiler, tmp_path, ["libtsan.so"], "thread", TSAN_OPTIONS=tsan)

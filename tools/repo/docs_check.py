@@ -56,7 +56,7 @@ RULES = (
     Rule(r"pip install '?\.(\[|'|$)", "extras"),
     Rule(r"pip install ", "skip", "fetches packages"),
     Rule(r"make (test|studies-test|quick|lint|format)\b", "target", "what the suite itself is"),
-    Rule(r"make (real-model|check-gpu|bench|kernels|eval|pocket|docs-check)\b", "target"),
+    Rule(r"make (real-model|check-gpu|bench|kernels|eval|pocket|docs-check|wheel)\b", "target"),
     Rule(r"make (chat|compare) MODEL=", "target"),
     Rule(r"make serve\b", "target"),
     Rule(r"python examples/", "skip", "shown as what does not work"),

@@ -31,7 +31,7 @@ FLOORS = (
     ("tools.compare", "tools.gpu", "tools.families", "tools.speed"),
     ("tools.banks", "tools.bench", "tools.real_model"),
     ("tools.calibrate",),
-    ("tools.arm", "tools.convert", "tools.compile_kernels", "tools.repo"),
+    ("tools.arm", "tools.convert", "tools.compile_kernels", "tools.release", "tools.repo"),
     ("tools.tasks",),
     ("tools.common", "tools.__main__"),
     ("tools",),

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
+from engine.base.cores.free_cores import free_cores
 from engine.base.version import VERSION
 from engine.load.ahead.launches import FirstAnswer
-from engine.base.cores.free_cores import free_cores
 from engine.plan.free_memory import available_bytes
 from kernels.launch.triton import HAVE_TRITON, triton
 

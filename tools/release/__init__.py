@@ -1,0 +1,1 @@
+"""Making what is given to users."""
