@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     flags.add_argument("--again", action="store_true", help="run tests that have passed too")
     flags.add_argument("--only-make", action="store_true", help="run no test")
+    flags.add_argument("-k", metavar="NAMES", help="only tests of these names, as pytest's -k")
     flags.add_argument("tests", nargs="*", help="of pytest (default: tests/kernels_cpu)")
     args = flags.parse_args(argv)
 
@@ -46,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = (args.folder or place()).resolve()
         python = make(folder)
         if not args.only_make:
-            run(python, folder, args.set, args.tests or ["tests/kernels_cpu"], args.again)
+            tests = args.tests or ["tests/kernels_cpu"]
+            tests += ["-k", args.k] if args.k else []
+            run(python, folder, args.set, tests, args.again)
 
     return guarded(work, "stopped; the same command goes on from here")
 

@@ -55,6 +55,7 @@ class Rule:
 RULES = (
     Rule(r"pip install '?\.(\[|'|$)", "extras"),
     Rule(r"pip install ", "skip", "fetches packages"),
+    Rule(r"make test-arm\b", "target"),
     Rule(r"make (test|studies-test|quick|lint|format)\b", "target", "what the suite itself is"),
     Rule(r"make (real-model|check-gpu|bench|kernels|eval|pocket|docs-check|wheel)\b", "target"),
     Rule(r"make (chat|compare) MODEL=", "target"),
