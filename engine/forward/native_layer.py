@@ -3,21 +3,30 @@ with the store, output projection with the residual, norm with gate, up and SwiG
 residual.
 
 Five calls a layer beside attention, where torch's operators are 60. They round where torch's
-operators round; only the order of sums differs.
+operators round; only the order of sums differs. Of a family's own, some stays with torch's
+operators between these calls: what an MLP has that is no SwiGLU, factors, experts, latent heads,
+layers that read another's rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from engine.bank.base import Step
 from engine.forward.layer import TorchLayer, split_rows
-from engine.model.config.block import LLAMA
-from engine.model.llama import Llama, Matrix, normed_heads
+from engine.model.config.config import ModelConfig
+from engine.model.llama import (
+    Layer,
+    Llama,
+    Matrix,
+    activated_mlp,
+    attention_out,
+    normed_heads,
+    through_mlp,
+)
 from engine.model.recurrent import Mixed
 from engine.model.rope import apply_rope
 from engine.model.share.matrix import Joined
@@ -28,30 +37,18 @@ from kernels.quant.native import product as multiply_few_bits
 
 
 def natively(model: Llama) -> bool:
-    """Tell whether the C++ kernels can do what a model's layers do on this machine."""
-    config = model.config
+    """Tell whether the C++ kernels run on this machine and read a model's norms. What they do not
+    know of a layer, torch's operators do (`NativeLayer`).
+    """
     norms = [model.norm, *(norm for layer in model.layers for norm in layer.norms)]
-    # what is on the left is done elsewhere, or here
-    block = replace(
-        config.block,
-        qk_norm="none" if config.block.qk_norm == "head" else config.block.qk_norm,
-        wide_norm=False,
-        norm_offset=0.0,
-        gated=False,
-        o_bias=True,
-        fused=False,
-        embedding=1.0,
-        logits=1.0,
-        logit_cap=0.0,
-        score=None,
-        score_cap=0.0,
-        sinks=False,
-    )
     alike = all(norm.dtype == model.dtype and norm.is_contiguous() for norm in norms)
-    on_cpu = model.device.type == "cpu" and usable()
-    whole = config.experts is None and not config.bare and config.beside is None
-    whole = whole and config.latent is None
-    return on_cpu and alike and block == LLAMA and whole
+    return model.device.type == "cpu" and alike and usable()
+
+
+def _begins(config: ModelConfig, number: int, layer: Layer) -> bool:
+    """Tell whether norm, q/k/v and rotation of a layer that attends are the C++ kernels'."""
+    own = config.rows_of(number) == number
+    return own and layer.latent is None and not config.block.unit_values
 
 
 class NativeLayer:
@@ -62,12 +59,13 @@ class NativeLayer:
     most_rows, backend = TorchLayer.most_rows, "auto"
 
     def __init__(self, model: Llama) -> None:
-        assert natively(model), "a block that the C++ kernels do not know"
-        self.model, self._eps = model, model.config.rms_norm_eps
+        assert natively(model), "norms that the C++ kernels do not read"
         self._plain = TorchLayer(model)
+        self.model, self._eps = self._plain.model, model.config.rms_norm_eps
         config = model.config
-        self._heads, self._kv_heads = config.num_heads, config.num_kv_heads
-        self._per_row = config.num_heads + 2 * config.num_kv_heads, config.head_dim
+        self._sizes = [config.sizes_of(layer)[:3] for layer in range(config.num_layers)]
+        layers = enumerate(model.layers)
+        self._begins = [_begins(config, number, layer) for number, layer in layers]
         block = config.block
         # a float32 weight holds the offset since it was loaded
         folded = 0.0 if model.dtype == torch.float32 else block.norm_offset
@@ -82,12 +80,20 @@ class NativeLayer:
         sin: torch.Tensor,
         steps: Sequence[Step],
     ) -> list[torch.Tensor]:
-        layer = self.model.layers[number]
+        if not self._begins[number]:
+            return self._plain.before(number, x, cos, sin, steps)
+        layer, (heads, kv_heads, dim) = self.model.layers[number], self._sizes[number]
         qkv = multiply(x, layer.qkv, norm=layer.input_norm, eps=self._eps, offset=self._offset)
-        qkv = qkv.view(*x.shape[:2], *self._per_row)
+        # where layers take k for v, qkv makes no v
+        qkv = qkv.view(*x.shape[:2], -1, dim)
+        taken = qkv.shape[2] < heads + 2 * kv_heads
+        qkv = torch.cat((qkv, qkv[:, :, heads:]), 2) if taken else qkv
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = layer.q_norm, layer.k_norm
+        if norms is not None and layer.block.qk_norm == "width":
+            self._norm_whole(layer, qkv[..., :heads, :], qkv[..., heads : heads + kv_heads, :])
+            norms = None
         queries = []
         for step, parts in zip(steps, split_rows(steps, qkv, cos, sin)):
             mine, c, s = (part.contiguous() for part in parts)
@@ -97,14 +103,21 @@ class NativeLayer:
                 given = k, v, ring, step.positions, twice, norms, self._eps, self._offset
                 queries.append(rotate_store(mine, c, s, *given))
                 continue
-            qk, v = mine[:, :, : -self._kv_heads], mine[:, :, -self._kv_heads :]
+            qk, v = mine[:, :, : heads + kv_heads], mine[:, :, heads + kv_heads :]
             if norms is not None:
-                qk = normed_heads(layer, qk, self._heads, self._eps)
+                qk = normed_heads(layer, qk, heads, self._eps)
             turned = apply_rope(qk, c, s)
-            q_pre_rope = qk[:, :, : self._heads]
-            step.bank.write_step(number, turned[:, :, self._heads :], v, q_pre_rope, step)
-            queries.append(turned[:, :, : self._heads])
+            q_pre_rope = qk[:, :, :heads]
+            step.bank.write_step(number, turned[:, :, heads:], v, q_pre_rope, step)
+            queries.append(turned[:, :, :heads])
         return queries
+
+    def _norm_whole(self, layer: Layer, q: torch.Tensor, k: torch.Tensor) -> None:
+        """Norm all heads of q [B, Q, H, D] at once, and of k, in place."""
+        assert layer.q_norm is not None and layer.k_norm is not None
+        for heads, norm in ((q, layer.q_norm), (k, layer.k_norm)):
+            normed = normalize_rows(heads.flatten(2), norm, self._eps, self._offset)
+            heads.copy_(normed.view_as(heads))
 
     def ahead(
         self, number: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -114,11 +127,12 @@ class NativeLayer:
         """
         layer, norm = self.model.layers[number + 1], self.model.layers[number].input_norm
         norm = layer.input_norm if norm is None else norm
+        heads, kv_heads, dim = self._sizes[number + 1]
         qkv = multiply(x, layer.qkv, norm=norm, eps=self._eps, offset=self._offset)
-        qk = qkv.view(*x.shape[:2], *self._per_row)[:, :, : -self._kv_heads]
+        qk = qkv.view(*x.shape[:2], -1, dim)[:, :, : heads + kv_heads]
         if layer.q_norm is not None:
-            qk = normed_heads(layer, qk, self._heads, self._eps)
-        return apply_rope(qk[:, :, : self._heads], cos, sin)
+            qk = normed_heads(layer, qk, heads, self._eps)
+        return apply_rope(qk[:, :, :heads], cos, sin)
 
     def recurrence(self, number: int, x: torch.Tensor) -> Mixed:
         layer = self.model.layers[number]
@@ -128,18 +142,62 @@ class NativeLayer:
 
     def after(self, number: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         layer = self.model.layers[number]
-        assert layer.gate_up is not None and layer.down is not None
+        if layer.laurel is not None:
+            return self._plain.after(number, x, attended)
+        if layer.latent is not None and attended.dim() == 4:
+            attended = layer.latent.values(attended)
         attended = attended.flatten(2)
         if layer.gate is not None:
             opened = multiply(
                 x, layer.gate, norm=layer.input_norm, eps=self._eps, offset=self._offset
             )
             attended = attended * torch.sigmoid(opened)
-        x = multiply(attended, layer.o, residual=x)
-        mixed = multiply(
-            x, layer.gate_up, norm=layer.post_norm, eps=self._eps, gated=True, offset=self._offset
-        )
-        return multiply(mixed, layer.down, residual=x)
+        if layer.mixer_out is None:
+            x = self._through(layer, attended, layer.o, layer.o_norm, x)
+        else:
+            x = self._added(layer, attention_out(layer, attended), layer.o_norm, x)
+        return self._through_mlp(layer, x)
+
+    def _through_mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        """As `through_mlp` of engine/model/llama.py."""
+        block, (eps, offset) = layer.block, (self._eps, self._offset)
+        if layer.gate_up is None and layer.mixture is not None:
+            norm = layer.post_norm
+            y = x if norm is None else normalize_rows(x, norm, eps, offset)
+            if layer.down_norm is None and block.residual == 1.0:
+                return layer.mixture(y, residual=x)
+            return self._added(layer, layer.mixture(y), layer.down_norm, x)
+        if layer.gate_up is None or layer.down is None or layer.mixture is not None:
+            return through_mlp(layer, x, eps)
+        gated = block.activation == "silu" and block.gate == 1.0 and layer.cut is None
+        mixed = multiply(x, layer.gate_up, layer.post_norm, eps, gated=gated, offset=offset)
+        if not gated:
+            mixed = activated_mlp(mixed, block, layer.cut)
+        if block.down == 1.0:
+            return self._through(layer, mixed, layer.down, layer.down_norm, x)
+        return self._added(layer, multiply(mixed, layer.down) * block.down, layer.down_norm, x)
+
+    def _through(
+        self,
+        layer: Layer,
+        y: torch.Tensor,
+        last: Matrix,
+        norm: torch.Tensor | None,
+        x: torch.Tensor,
+    ) -> torch.Tensor:
+        """Multiply y by the last matrix of a half and add that to the residual x, normed and scaled
+        where the block says so.
+        """
+        if norm is None and layer.block.residual == 1.0:
+            return multiply(y, last, residual=x)
+        return self._added(layer, multiply(y, last), norm, x)
+
+    def _added(
+        self, layer: Layer, part: torch.Tensor, norm: torch.Tensor | None, x: torch.Tensor
+    ) -> torch.Tensor:
+        if norm is not None:
+            part = normalize_rows(part, norm, self._eps, self._offset)
+        return x + part if layer.block.residual == 1.0 else x + part * layer.block.residual
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         if not self._own_logits:

@@ -348,10 +348,16 @@ def post_attention(
         assert layer.input_norm is not None
         attended = attended * torch.sigmoid(layer.gate(rms_norm(x, layer.input_norm, eps, block)))
     before = x
-    x = _added(x, _out(layer, attended), layer.o_norm, eps, block)
+    x = _added(x, attention_out(layer, attended), layer.o_norm, eps, block)
     if layer.laurel is not None:
         assert layer.input_norm is not None
         x = layer.laurel.joined(x, rms_norm(before, layer.input_norm, eps, block))
+    return through_mlp(layer, x, eps)
+
+
+def through_mlp(layer: Layer, x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Run what follows a layer's attention: x [B, S, hidden] through its MLP or its experts."""
+    block = layer.block
     y = x if layer.post_norm is None else rms_norm(x, layer.post_norm, eps, block)
     if layer.gate_up is None or layer.down is None:
         if layer.mixture is None:
@@ -359,7 +365,7 @@ def post_attention(
         if layer.down_norm is None and block.residual == 1.0:
             return layer.mixture(y, residual=x)
         return _added(x, layer.mixture(y), layer.down_norm, eps, block)
-    out = layer.down(_activated(layer.gate_up(y), block, layer.cut))
+    out = layer.down(activated_mlp(layer.gate_up(y), block, layer.cut))
     if block.down != 1.0:
         out = out * block.down
     if layer.mixture is not None and layer.beside is not None:
@@ -371,7 +377,7 @@ def post_attention(
     return _added(x, out, layer.down_norm, eps, block)
 
 
-def _out(layer: Layer, attended: torch.Tensor) -> torch.Tensor:
+def attention_out(layer: Layer, attended: torch.Tensor) -> torch.Tensor:
     """What attention brings to the residual, and what a mixer beside it brings, which follows it in
     `attended`.
     """
@@ -381,7 +387,7 @@ def _out(layer: Layer, attended: torch.Tensor) -> torch.Tensor:
     return layer.o(attended[..., :-width]) + layer.mixer_out(attended[..., -width:])
 
 
-def _activated(both: torch.Tensor, block: Block, cut: float | None) -> torch.Tensor:
+def activated_mlp(both: torch.Tensor, block: Block, cut: float | None) -> torch.Tensor:
     """An MLP between its products: gate and up side by side, or what has no gate; cut: Layer's."""
     if block.activation == "relu2":
         return F.relu(both).square()
