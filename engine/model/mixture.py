@@ -151,11 +151,20 @@ class Mixture:
     def _one_row(
         self, flat: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
-        """Run a decode step's experts: one activation and one sum for all of them."""
+        """Run a decode step's experts: one activation and one sum for all of them, or SwiGLU where
+        a product has it.
+        """
         numbers = chosen[0].tolist()
-        both = torch.cat([self.gate_up[number](flat) for number in numbers])
-        mixed = zip(numbers, activated(both, self.experts.activation).split(1))
-        parts = torch.cat([self.down[number](part) for number, part in mixed])
+        first, products = [self.gate_up[number] for number in numbers], []
+        if self.experts.activation == SILU:
+            own = (matrix.own(flat) for matrix in first if isinstance(matrix, Linear))
+            products = [product for product in own if product is not None]
+        if len(products) == len(numbers):
+            opened = [product(flat, gated=True) for product in products]
+        else:
+            both = torch.cat([matrix(flat) for matrix in first])
+            opened = list(activated(both, self.experts.activation).split(1))
+        parts = torch.cat([self.down[number](part) for number, part in zip(numbers, opened)])
         return torch.mm(weights, parts)
 
     def _sorted(
