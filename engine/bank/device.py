@@ -21,9 +21,13 @@ from engine.base.interrupts import put_back
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.placement import Placement
+from kernels.native.pages import enlarge
 from kernels.rows.forms import stored, stored_keys
 
 BLOCK = 65536  # tokens of a block that `blocks` yields
+# Bytes of one head's K from which a layer lies in large pages. A quarter of such a page: a short
+# session does not hold 2 MB of each head for a few rows.
+LARGE = 512 << 10
 
 
 class LayerRows(NamedTuple):
@@ -73,6 +77,8 @@ class DeviceBank(Bank):
         elif config.recurrent is not None:
             self.recurrent = RecurrentState(config.recurrent, dtype, self.device, batch)
         self._layers: list[LayerRows | None] = [None] * self.num_layers
+        self._large_from = LARGE // (self.widths[0] * self.dtype.itemsize)  # tokens
+        self._small: set[int] = set(range(self.num_layers))  # layers in pages as they come
         for layer in self.keeping:
             if layer in offloaded:
                 continue
@@ -133,9 +139,22 @@ class DeviceBank(Bank):
             return
         bank_k, bank_v = self.kv(layer)
         stop = start + k.shape[1]
+        self._enlarge(layer, stop, start)
         bank_k[:, :, start:stop] = stored_keys(k, bank_k, backend).transpose(1, 2)
         if bank_v is not bank_k:
             bank_v[:, :, start:stop] = stored(v, bank_v, backend).transpose(1, 2)
+
+    def _enlarge(self, layer: int, length: int, written: int) -> None:
+        """Put a layer into large pages once a session of `length` tokens is worth them; `written`
+        of them are joined now.
+        """
+        if length < self._large_from or layer not in self._small:
+            return
+        self._small.discard(layer)
+        held = self._layers[layer]
+        if held is not None and not held.token_major and held.k.device.type == "cpu":
+            for side in dict.fromkeys(held[:2]):
+                enlarge(side, written)
 
     def kv(self, layer: int, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         held = self._layers[self.row_layers[layer]]
@@ -182,6 +201,7 @@ class DeviceBank(Bank):
             new = self._reserve(want)
             for mine, theirs in zip(new[:2], held[:2]):
                 mine.copy_(theirs)
+            self._small.add(layer)
             self._layers[layer] = new  # whole: an interrupt finds one layout or the other
         return self
 
@@ -211,6 +231,9 @@ class DeviceBank(Bank):
     # ---------------------------------------------------------------- around a step
 
     def before_step(self, n: int) -> None:
+        if n >= self._large_from and self._small:
+            for layer in tuple(self._small):
+                self._enlarge(layer, n, 0)  # joining pages takes a step's time: the system may
         for ring in self._rings.values():
             ring.note(n)
 

@@ -15,7 +15,9 @@ from kernels.rows.forms import FORMS
 from kernels.rows.native import stored_queries
 
 LANES = 16  # a head's dimensions are whole vectors
-SPLIT = 4096  # rows that one thread takes; sums do not depend on the number of threads
+# Rows of a head that a thread takes at a time, so that sums do not depend on the number of threads.
+# One thread takes 1.02 of the time that 4,096 take it, 512 take 1.04 (an EPYC, docs/LOG.md).
+SPLIT = 1024
 
 
 class Call(ctypes.Structure):

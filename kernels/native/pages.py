@@ -10,6 +10,8 @@ Tensors lie here one after the other, so that small ones share pages too.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import math
 import mmap
 import threading
@@ -21,6 +23,7 @@ PAGE = 2 << 20  # x86's, and ARM's with pages of 4 KB below
 BLOCK = 64 << 20  # bytes of address space that are taken at a time; resident are those written
 LEAST = 64 << 10  # a smaller tensor stays with torch's allocator
 ALIGN = 64  # a cache line
+_COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1: pages that were written already become a large one
 
 _lock = threading.Lock()
 
@@ -85,3 +88,30 @@ def moved(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.nbytes < LEAST or not hasattr(mmap, "MADV_HUGEPAGE"):
         return tensor
     return zeros(*tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def enlarge(rows: torch.Tensor, written: int) -> None:
+    """Ask for large pages for rows [.., heads, T, width] on a CPU, contiguous, of which `written` of
+    every head are written: the others come in them, and those are joined where the system can.
+    Nothing happens where there are none.
+    """
+    advise = _advise()
+    whole = range(-(-rows.data_ptr() // PAGE), (rows.data_ptr() + rows.nbytes) // PAGE)
+    if advise is None or rows.device.type != "cpu" or not whole:
+        return
+    advise(whole.start * PAGE, len(whole) * PAGE, mmap.MADV_HUGEPAGE)
+    row = rows.shape[-1] * rows.element_size()
+    for head in range(rows.nbytes // (rows.shape[-2] * row)):
+        at = rows.data_ptr() + head * rows.shape[-2] * row
+        for page in range(at // PAGE, -(-(at + written * row) // PAGE)):
+            if page in whole:
+                advise(page * PAGE, PAGE, _COLLAPSE)  # the first without a page ends a longer call
+
+
+@functools.cache
+def _advise() -> ctypes._NamedFuncPointer | None:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return advise

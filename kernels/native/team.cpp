@@ -122,8 +122,9 @@ void *work(void *number) {
         if (mine < threads) {
             looks = true;
             wake(mine);
-            Pieces own = {lanes, count, piece, threads, mine, 0};
+            Pieces own = {lanes, count, piece, threads, mine, 0, 0};
             body(what, own);
+            lanes[mine].taken = own.taken;
         }
         if ((door.fetch_sub(1) & INSIDE) == 1 && waits.load()) {
             pthread_mutex_lock(&last);
@@ -186,22 +187,31 @@ extern "C" void omnikv_team_run(int wanted, long of, long by, Body run, void *wi
     if (busy.exchange(1)) {
         Lane all;
         all.next.store(0), all.stop = pieces;
-        Pieces own = {&all, of, by, 1, 0, 0};
+        Pieces own = {&all, of, by, 1, 0, 0, 0};
         run(with, own);
         return;
     }
     if (workers < wanted - 1) start(wanted - 1);
     for (int i = 0; i < wanted; i++) {
         lanes[i].next.store(lane_from(pieces, wanted, i), std::memory_order_relaxed);
-        lanes[i].stop = lane_from(pieces, wanted, i + 1);
+        lanes[i].stop = lane_from(pieces, wanted, i + 1), lanes[i].taken = 0;
     }
     body = run, what = with, count = of, piece = by, threads = wanted;
     door.store((door.load() / CALL + 1) * CALL | OPEN);
     wake(0);
-    Pieces own = {lanes, of, by, wanted, 0, 0};
+    Pieces own = {lanes, of, by, wanted, 0, 0, 0};
     run(with, own);
+    lanes[0].taken = own.taken;
     close_door();
     busy.store(0);
+}
+
+// Of the last call that was shared: pieces that its threads began with and took; returns how many threads.
+extern "C" int omnikv_team_last(long *begun, long *taken) {
+    const long pieces = lanes[threads > 0 ? threads - 1 : 0].stop;
+    for (int i = 0; i < threads; i++)
+        begun[i] = lanes[i].stop - lane_from(pieces, threads, i), taken[i] = lanes[i].taken;
+    return threads;
 }
 
 // For tests: adds 1 to times[i] for i of 0 .. of - 1, and puts the number of the thread that did so into by[i].

@@ -11,7 +11,7 @@ constexpr long PIECE = 48 << 10;  // bytes of a weight that a thread takes at a 
 
 struct alignas(64) Lane {  // pieces that one thread begins with: next .. stop - 1
     std::atomic<long> next;
-    long stop;
+    long stop, taken;  // taken: by this thread, of whomever
 };
 
 // What a thread takes its pieces from. What is computed must not depend on who takes what.
@@ -19,6 +19,7 @@ struct Pieces {
     Lane *lanes;
     long count, piece;
     int threads, mine, passed;  // mine: the number of this thread; passed: lanes that are empty
+    long taken;
     bool next(long &first, long &last) {
         for (; passed < threads; passed++) {
             Lane &lane = lanes[(mine + passed) % threads];
@@ -26,6 +27,7 @@ struct Pieces {
             if (lane.next.load(std::memory_order_relaxed) >= lane.stop) continue;
             const long at = lane.next.fetch_add(1, std::memory_order_relaxed);
             if (at >= lane.stop) continue;
+            taken++;
             first = at * piece, last = first + piece < count ? first + piece : count;
             return true;
         }
@@ -56,7 +58,7 @@ inline void in_pieces(int threads, long count, long piece, const F &body) {
     }
     Lane all;
     all.next.store(0, std::memory_order_relaxed), all.stop = 1;
-    Pieces pieces = {&all, count, count, 1, 0, 0};
+    Pieces pieces = {&all, count, count, 1, 0, 0, 0};
     body(pieces);
 }
 

@@ -1,0 +1,179 @@
+"""The team of threads of the C++ kernels: every piece is computed once, threads begin with equally
+many, and results do not depend on how many there are.
+
+Stops: a piece lost or computed twice, one thread that has all of a short context, a call that a
+forked child waits in for ever, a race between a call's end and a thread that comes late.
+"""
+
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from kernels.attention.native import attend
+from kernels.layer.native_product import Product
+from kernels.native import team
+from kernels.native.library import FOLDER
+
+TEAMS = [1, 2, 8, 16, 64]
+
+
+@pytest.mark.parametrize("threads", [*TEAMS, 3, 255, 4096])
+@pytest.mark.parametrize("piece", [1, 3, 64, 5000])
+def test_every_number_comes_once(threads, piece):
+    for count in (0, 1, 2, 7, 63, 64, 65, 997, 4097):
+        times, by = team.marks(threads, count, piece)
+        assert (times == 1).all(), (count, times.unique())
+        assert count == 0 or 0 <= by.min() <= by.max() < min(threads, team.MOST)
+
+
+@pytest.mark.parametrize("threads", TEAMS[1:])
+def test_threads_begin_with_equally_many_pieces_and_nobody_is_left_alone(threads):
+    for count in (2, 7, 64, 1000):
+        team.marks(threads, count, 1)
+        begun, taken = team.last()
+        assert len(begun) == min(threads, count)
+        assert sum(begun) == sum(taken) == count
+        assert max(begun) - min(begun) <= 1
+
+
+@pytest.fixture
+def threads_of():
+    """Set torch's number of threads, which kernels take, and put it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+# outputs x inputs of a layer of 160M: q, k and v; output; gate and up; down; and a head's
+WEIGHTS = [(1280, 768), (768, 768), (6144, 768), (768, 3072), (4000, 768)]
+
+
+@pytest.mark.parametrize("outputs, inputs", WEIGHTS)
+@pytest.mark.parametrize("threads", TEAMS[1:])
+def test_the_bytes_of_a_weight_are_shared_equally(threads_of, outputs, inputs, threads):
+    weight = Product(torch.zeros(outputs, inputs, dtype=torch.bfloat16))
+    threads_of(threads)
+    weight(torch.zeros(1, inputs, dtype=torch.bfloat16))
+    begun, taken = team.last()
+    assert sum(taken) == sum(begun)
+    assert max(begun) <= -(-sum(begun) // threads)  # the mean, rounded up to a piece
+    piece = outputs * inputs * 2 / sum(begun)
+    assert piece < 128 << 10, "so that the last piece is not waited for"
+
+
+@pytest.mark.parametrize("rows, units", [(2048, 8), (1025, 8), (1024, 4), (8192, 32)])
+def test_the_rows_of_a_context_are_shared_equally(threads_of, rows, units):
+    k, v = torch.zeros(2, 4, rows, 64, dtype=torch.bfloat16)
+    threads_of(2)
+    attend(torch.zeros(1, 12, 64), k, v, 0.125)
+    begun, _ = team.last()
+    assert begun == [units // 2] * 2
+
+
+def _results():
+    """What each kind of kernel makes of the same numbers."""
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda *size: torch.randn(*size, generator=generator)  # noqa: E731
+    k, v, q = draw(2, 2100, 64), draw(2, 2100, 64), draw(2, 6, 64)
+    weight, x = draw(1999, 300), draw(3, 300)
+    logits = torch.empty(6 * 2100)
+    yield from attend(q, k, v, 0.125, logits=logits)
+    yield logits
+    yield from attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), 0.125)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield Product(weight.to(dtype))(x.to(dtype))
+
+
+def test_results_do_not_depend_on_the_number_of_threads(threads_of):
+    threads_of(1)
+    alone = [t.clone() for t in _results()]
+    for threads in (2, 3, 8, 64):
+        threads_of(threads)
+        for n, (found, expected) in enumerate(zip(_results(), alone, strict=True)):
+            assert torch.equal(found, expected), (threads, n)
+
+
+def test_callers_of_several_threads_get_what_each_asked_for():
+    faults = []
+
+    def call():
+        for n in range(100):
+            times, _ = team.marks(3, 200 + n, 2)
+            if not (times == 1).all():
+                faults.append(n)
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not faults
+
+
+FORKS = """
+import os, torch
+from kernels.native import team
+from kernels.native.library import native
+native()
+team.marks(4, 500, 1)
+child = os.fork()
+times, by = team.marks(4, 500, 1)
+if not child:
+    os._exit(0 if (times == 1).all() else 3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), bool((times == 1).all()))
+"""
+
+
+def test_a_forked_child_has_a_team_of_its_own():
+    found = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60
+    )
+    assert found.stdout.split() == ["0", "True"], found.stderr
+
+
+STRESS = """
+#include "team.h"
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+static int faults;
+static void *call(void *) {
+    static thread_local int32_t times[700];
+    for (int n = 0; n < 300; n++) {
+        memset(times, 0, sizeof times);
+        share(n % 9 + 1, 100 + n, n % 3 + 1, [&, t = times](long i) { t[i]++; });
+        for (int i = 0; i < 100 + n; i++) if (times[i] != 1) __atomic_fetch_add(&faults, 1, __ATOMIC_RELAXED);
+    }
+    return nullptr;
+}
+int main() {
+    pthread_t callers[2];
+    for (auto &c : callers) pthread_create(&c, nullptr, call, nullptr);
+    for (auto &c : callers) pthread_join(c, nullptr);
+    printf("%d", faults);
+}
+"""
+
+
+def test_the_thread_sanitizer_finds_no_race(tmp_path):
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no compiler")
+    (tmp_path / "stress.cpp").write_text(STRESS)
+    made = tmp_path / "stress"
+    flags = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", f"-I{FOLDER}"]
+    sources = [str(tmp_path / "stress.cpp"), str(FOLDER / "team.cpp")]
+    built = subprocess.run(
+        [compiler, *flags, *sources, "-o", str(made)], capture_output=True, text=True
+    )
+    if built.returncode and "tsan" in built.stderr:
+        pytest.skip("a compiler without its thread sanitizer")
+    assert not built.returncode, built.stderr[:2000]
+    found = subprocess.run([str(made)], capture_output=True, text=True, timeout=120)
+    if "unexpected memory mapping" in found.stderr:
+        pytest.skip("a kernel that the thread sanitizer does not run on")
+    assert (found.returncode, found.stdout) == (0, "0"), found.stderr[:3000]
