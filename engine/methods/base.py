@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -17,7 +17,6 @@ from engine.bank.base import AttendsPrompt, Bank, Opened, Step
 from engine.bank.host.streamed_attention import attend_stream
 from engine.bank.row_origins import FULL, Span
 from engine.base.errors import SettingError
-from engine.methods.across import Across
 from engine.model.config.config import ModelConfig
 from engine.model.config.latent import OPENED_ROWS
 from engine.model.low_bits import FewBits
@@ -206,6 +205,29 @@ def scratch_shape(
     )
 
 
+class Across(Protocol):
+    """Chooses by the maxima over the heads of all ranks, of which a method knows its own. alone:
+    each rank chooses by its own heads.
+    """
+
+    alone: bool
+
+    def select(
+        self,
+        scores: torch.Tensor,
+        lo: torch.Tensor,
+        hi: torch.Tensor,
+        k: torch.Tensor,
+        out: torch.Tensor,
+        counts: torch.Tensor,
+        scratch: Scratch | None = None,
+        backend: str = "auto",
+        counted: bool = False,
+    ) -> None:
+        """As kernels.select.topk.select_topk; writes to scores too."""
+        ...
+
+
 @dataclass(frozen=True)
 class Setup:
     """The inputs of a runtime: one session's fixed facts.
@@ -213,7 +235,7 @@ class Setup:
     backend: kernel backend ("auto", "reference", "cpu", "triton"); scratch: buffers of the kernels;
     softmax: what is particular in every layer's; marks: gives the ids of special tokens and of
     punctuation, None where a session has no tokenizer; sample: reads a sample, None where there is
-    no model; across: chooses for the heads of all ranks, None where one process has them all.
+    no model; across: chooses for the heads of all ranks (engine/ranks/), None where one process has them all.
     """
 
     config: ModelConfig

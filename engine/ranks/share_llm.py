@@ -19,9 +19,9 @@ from engine.model.config.config import ModelConfig
 from engine.model.low_bits import OnTheWay
 from engine.model.share.cut import added_once
 from engine.model.share.divide import share_of, vocab_of
-from engine.model.share.joined import joined
 from engine.model.tensors import targets
 from engine.ranks.group import Ranks
+from engine.ranks.joined import joined
 from engine.ranks.merge import Merge
 from engine.ranks.methods import require_method
 from engine.session.session import Session

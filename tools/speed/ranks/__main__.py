@@ -22,17 +22,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from engine import LLM, Full, OmniKV, RankedLLM
+from engine.base.errors import UsageError
 from engine.model.config.config import ModelConfig
 from engine.model.tensors import targets
+from engine.ranks.group import Ranks
 from engine.ranks.place import allowed_cores
+from engine.ranks.segment import Segment, new_segment
+from kernels.ranks.join import usable
 from tools.bench.shapes import shape_config, shape_filters
 from tools.bench.suite import sharp_stream
 from tools.speed import harness
 from tools.speed.harness import ROOM, SHAPED, Report, flag
 
 METHODS = ("full", "omnikv")
+WAYS = ("one thread", "threads", "ranks")
+NAN = float("nan")
+SUMS = 300  # of each kind
 CHILD = "OMNIKV_SPEED_RANKS"  # what a child measures, as JSON
 
 
@@ -112,6 +120,54 @@ def child(given: dict[str, Any]) -> int:
     return 0
 
 
+def sums(given: dict[str, Any]) -> int:
+    """One rank of a group that does nothing but add: rank 0 prints the median seconds of a sum of
+    `count` numbers, by Gloo and through shared memory.
+    """
+    rank, size, folder = given["rank"], given["size"], Path(given["folder"])
+    cores = allowed_cores()
+    os.sched_setaffinity(0, [cores[rank % len(cores)]])
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    usable()  # compiles first where it must
+    ranks = Ranks(rank, size, dist.FileStore(str(folder / "store"), size))
+    held = Segment(given["segment"], rank, size, ranks.timeout)
+    x = torch.ones(given["count"]).to(getattr(torch, given["dtype"]))
+    found: list[float] = []
+    for segment in (None, held):
+        taken = []
+        ranks.segment = segment
+        for _ in range(SUMS):
+            began = time.perf_counter()
+            ranks.add(x)
+            taken.append(time.perf_counter() - began)
+        found.append(statistics.median(taken))
+    if rank == 0:
+        print(json.dumps(found), flush=True)
+    return 0
+
+
+def measure_sums(args: argparse.Namespace, folder: Path) -> tuple[float, float]:
+    """Seconds of a sum of a hidden vector: (Gloo, shared memory)."""
+    count, size = shape_config(args.shape).hidden_size, args.ranks
+    segment = new_segment(size, str(folder))
+    given = dict(folder=str(folder), segment=segment, size=size, count=count, dtype=args.dtype)
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tools.speed.ranks"],
+            env={**os.environ, CHILD: json.dumps({**given, "rank": rank})},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    said = running[0].communicate()[0]
+    for process in running[1:]:
+        process.communicate()
+    os.unlink(segment)
+    gloo, shared = json.loads(said)
+    return gloo, shared
+
+
 @contextmanager
 def way(args: argparse.Namespace, folder: Path, context: int, name: str, count: int) -> Iterator:
     """A child that measures a way."""
@@ -143,7 +199,9 @@ def measure(args: argparse.Namespace, folder: Path, context: int) -> list[dict[s
     """A row for each method at one context."""
     count, ways = args.ranks, {}
     with ExitStack() as open_ways:
-        for name, held in (("one thread", 1), ("threads", count), ("ranks", count)):
+        held_by = {"one thread": 1, "threads": count, "ranks": count}
+        for name in args.ways.split(","):
+            held = held_by[name]
             kind = "ranks" if name == "ranks" else "threads"
             ways[name] = open_ways.enter_context(way(args, folder, context, kind, held))
             ways[name]("")
@@ -168,23 +226,36 @@ def work(args: argparse.Namespace) -> Report:
     """Measure every context."""
     harness.require(args, 2, "ranks", most=len(allowed_cores()))
     harness.require(args, 1, "steps", "turns")
+    for name in args.ways.split(","):
+        if name not in WAYS:
+            raise UsageError(f"--ways: found {name!r}, expected some of {','.join(WAYS)}")
     rows = []
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as made:
+        gloo, shared = measure_sums(args, Path(made))
         write_folder(args, Path(made))
         for context in harness.sizes(args, "context"):
             rows += measure(args, Path(made), context)
     lines = []
     for row in rows:
-        one, threads, ranks = (1000 * row["seconds"][n] for n in ("one thread", "threads", "ranks"))
+        one, threads, ranks = (1000 * row["seconds"].get(n, NAN) for n in WAYS)
         lines.append(
             (row["method"], row["context"], f"{one:.2f}", f"{threads:.2f}", f"{ranks:.2f}")
             + (f"{one / threads:.2f}", f"{one / ranks:.2f}", f"{threads / ranks:.2f}")
         )
     names = "method | tokens | one thread, ms | threads, ms | ranks, ms | threads' gain"
     names += " | ranks' gain | ranks over threads"
-    facts = f"{args.shape}, {args.dtype}, {args.ranks} ranks against {args.ranks} threads, "
-    data = {"rows": rows, **harness.shape_facts(args), **harness.origin()}
+    facts = (
+        f"{args.shape}, {args.dtype}, {args.ranks} ranks against {args.ranks} threads; a sum of a "
+        f"hidden vector takes {1e6 * gloo:.0f} us by Gloo, {1e6 * shared:.1f} us in shared memory; "
+    )
+    data = {
+        "rows": rows,
+        "gloo": gloo,
+        "shared": shared,
+        **harness.shape_facts(args),
+        **harness.origin(),
+    }
     return Report(facts + harness.machine(), harness.markdown(names, lines), data)
 
 
@@ -192,6 +263,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     **SHAPED,
     "--context": flag("2K", "tokens in the session, or several such sizes"),
     "--ranks": flag(2, "ranks, and threads beside them"),
+    "--ways": dict(default=",".join(WAYS), metavar="WAY,..", help="what to measure (%(default)s)"),
     "--steps": flag(12, "decode steps of a turn"),
     "--turns": flag(4, "turns of each way after a first"),
 }
@@ -201,7 +273,8 @@ main = harness.program("ranks", __doc__, FLAGS, work)
 def start(argv: Sequence[str] | None = None) -> int:
     """The program, or one of its ways."""
     if CHILD in os.environ:
-        return child(json.loads(os.environ.pop(CHILD)))
+        given = json.loads(os.environ.pop(CHILD))
+        return child(given) if "way" in given else sums(given)
     return main(argv)
 
 
