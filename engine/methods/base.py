@@ -235,7 +235,7 @@ class Setup:
     backend: kernel backend ("auto", "reference", "cpu", "triton"); scratch: buffers of the kernels;
     softmax: what is particular in every layer's; marks: gives the ids of special tokens and of
     punctuation, None where a session has no tokenizer; sample: reads a sample, None where there is
-    no model; across: chooses for the heads of all ranks (engine/ranks/), None where one process has them all.
+    no model; across: chooses for the heads of all ranks (engine/ranks/), None: of one process.
     """
 
     config: ModelConfig
