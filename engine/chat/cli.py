@@ -13,6 +13,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
+from typing import Any
 
 from engine.base.device import NO_MEMORY
 from engine.base.errors import (
@@ -62,7 +63,8 @@ def open_model(args: argparse.Namespace, display: Display) -> LLM:
             )
         name = str(POCKET)
     settings = settings_of(args)
-    shown = dict(load=False, progress=display.loading(), download_progress=display.line)
+    shown: dict[str, Any] = {"load": False, "progress": display.loading()}
+    shown["download_progress"] = display.line
     count = ranks_asked(args.ranks, args.numa)
     if not count:
         return LLM(name, **settings, **shown)

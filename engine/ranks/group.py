@@ -51,7 +51,7 @@ class Ranks:
         self.sent = Sent()
         self._alone, self._refused = False, ""
         wait = timedelta(seconds=timeout)
-        self._group = dist.ProcessGroupGloo(
+        self._group: dist.ProcessGroup = dist.ProcessGroupGloo(
             dist.PrefixStore("omnikv-ranks", store), rank, size, wait
         )
 
@@ -143,5 +143,5 @@ class Ranks:
 
 def _sum() -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.SUM
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
     return options

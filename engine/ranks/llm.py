@@ -122,9 +122,12 @@ class RankedLLM(ShareLLM):
         self.load()
         if method is not None:
             self._require(method)
-        given = dict(method=method, max_context=max_context, offload=offload)
         assert self._lead is not None
-        return self._lead.open(lambda: super(RankedLLM, self).session(**given), **given)
+
+        def make() -> Session:
+            return super(RankedLLM, self).session(method, max_context, offload)
+
+        return self._lead.open(make, method=method, max_context=max_context, offload=offload)
 
     def batch(self, slots: int = 4, pause: float | None = None) -> Batch:
         """Raises SettingError: several sessions in one step are one process's."""

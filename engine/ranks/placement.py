@@ -37,9 +37,19 @@ def placements(llm: RankedLLM) -> list[Placement]:
         plan, share = one.planner.plan(), one.config.share
         assert share is not None
         cores = llm.places[rank].cores if rank < len(llm.places) else ()
-        sizes = plan.bytes_of("weights"), plan.bytes_of("context bank"), plan.total
-        parts = share.heads, share.kv_heads, share.mlp, share.vocab
-        found.append(Placement(rank, *sizes, *(part.range for part in parts), cores))
+        found.append(
+            Placement(
+                rank,
+                plan.bytes_of("weights"),
+                plan.bytes_of("context bank"),
+                plan.total,
+                share.heads.range,
+                share.kv_heads.range,
+                share.mlp.range,
+                share.vocab.range,
+                cores,
+            )
+        )
     return found
 
 

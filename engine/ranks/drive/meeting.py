@@ -121,8 +121,8 @@ def joining(place: Place) -> tuple[Connection, dist.Store]:
     until = time.monotonic() + place.timeout
     if not place.folder:
         store = _torchruns()
-        port, key = store.get("omnikv-calls").decode().split()
-        return _connected((HOST, int(port)), bytes.fromhex(key), until, place), store
+        port, word = store.get("omnikv-calls").decode().split()
+        return _connected((HOST, int(port)), bytes.fromhex(word), until, place), store
     folder = Path(place.folder)
     key = (folder / "key").read_bytes()
     connection = _connected(str(folder / "calls"), key, until, place)

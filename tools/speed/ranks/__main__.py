@@ -40,6 +40,7 @@ from tools.speed.harness import ROOM, SHAPED, Report, flag
 METHODS = ("full", "omnikv")
 WAYS = ("one thread", "threads", "ranks")
 NAN = float("nan")
+Ask = Callable[[str], list[float]]  # a way, by a line of its input
 SUMS = 300  # of each kind
 CHILD = "OMNIKV_SPEED_RANKS"  # what a child measures, as JSON
 
@@ -169,7 +170,9 @@ def measure_sums(args: argparse.Namespace, folder: Path) -> tuple[float, float]:
 
 
 @contextmanager
-def way(args: argparse.Namespace, folder: Path, context: int, name: str, count: int) -> Iterator:
+def way(
+    args: argparse.Namespace, folder: Path, context: int, name: str, count: int
+) -> Iterator[Ask]:
     """A child that measures a way."""
     given = dict(folder=str(folder), context=context, way=name, count=count, shape=args.shape)
     process = subprocess.Popen(
@@ -197,7 +200,7 @@ def way(args: argparse.Namespace, folder: Path, context: int, name: str, count: 
 
 def measure(args: argparse.Namespace, folder: Path, context: int) -> list[dict[str, Any]]:
     """A row for each method at one context."""
-    count, ways = args.ranks, {}
+    count, ways = args.ranks, dict[str, Ask]()
     with ExitStack() as open_ways:
         held_by = {"one thread": 1, "threads": count, "ranks": count}
         for name in args.ways.split(","):
@@ -208,6 +211,7 @@ def measure(args: argparse.Namespace, folder: Path, context: int) -> list[dict[s
         rows = []
         for method in METHODS:
             line = f"{method} {args.steps}"
+            asked: dict[str, Callable[[int], list[float]]]
             asked = {name: partial(_told, ask, line) for name, ask in ways.items()}
             found = harness.in_turns(asked, args.turns)
             taken = {
@@ -218,7 +222,7 @@ def measure(args: argparse.Namespace, folder: Path, context: int) -> list[dict[s
     return rows
 
 
-def _told(ask: Callable[[str], list[float]], line: str, turn: int) -> list[float]:
+def _told(ask: Ask, line: str, turn: int) -> list[float]:
     return ask(line)
 
 
