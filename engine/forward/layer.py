@@ -264,4 +264,5 @@ def _product(
         assert matrix.words is not None
         x = matrix.ordered(x)
         return multiply_few_bits(x, matrix.words, matrix.bias, residual, gated, out_dtype)
+    assert not isinstance(matrix, Joined)  # `fusable` refuses one
     return multiply_rows(x, matrix.weight, matrix.bias, residual, gated, out_dtype)

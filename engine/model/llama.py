@@ -31,7 +31,8 @@ from kernels.quant.linear import QuantisedLinear, pack_quantised
 from kernels.quant.matrix import Quantised
 
 NORMS = ("input_norm", "q_norm", "k_norm", "o_norm", "post_norm", "down_norm")
-Matrix = Linear | QuantisedLinear | Joined
+Held = Linear | QuantisedLinear
+Matrix = Held | Joined
 Embedding = torch.Tensor | QuantisedLinear | SharedTable
 
 
@@ -452,7 +453,7 @@ def assemble(
     coming = config.parameters * dtype.itemsize
     plain: dict[str, torch.Tensor] = {}
     waiting: dict[str, dict[str, torch.Tensor | Quantised]] = {}
-    packed: dict[str, Matrix] = {}
+    packed: dict[str, Held] = {}
     for name, tensor in stream:
         base = name.removesuffix(".bias")
         kind = base.split(".")[-1]
@@ -509,7 +510,7 @@ def _placed(tensor: torch.Tensor, form: str, coming: int) -> torch.Tensor:
 def _layers(
     config: ModelConfig,
     plain: dict[str, torch.Tensor],
-    packed: dict[str, Matrix],
+    packed: dict[str, Held],
     stacks: Stacks | None,
 ) -> list[Layer]:
     """Put each layer together from what has arrived."""
@@ -569,7 +570,7 @@ def _norms_beside(
 
 
 def _per_layer(
-    config: ModelConfig, plain: dict[str, torch.Tensor], packed: dict[str, Matrix]
+    config: ModelConfig, plain: dict[str, torch.Tensor], packed: dict[str, Held]
 ) -> PerLayer | None:
     """Make the embeddings for each layer of what has arrived; None where there are none."""
     if not config.block.per_layer:
@@ -621,7 +622,7 @@ def _mixer(config: ModelConfig, layer: int, plain: dict[str, torch.Tensor]) -> M
 
 
 def _latent_heads(
-    config: ModelConfig, layer: int, plain: dict[str, torch.Tensor], packed: dict[str, Matrix]
+    config: ModelConfig, layer: int, plain: dict[str, torch.Tensor], packed: dict[str, Held]
 ) -> LatentHeads | None:
     """Make what latent attention has inside; None where there is none."""
     if config.latent is None:
@@ -645,7 +646,7 @@ def _head(
     plain: dict[str, torch.Tensor],
     form: str,
     twice: bool,
-) -> Matrix:
+) -> Held:
     """Build lm_head if it was not packed while streaming: from the tied embedding, or from a tensor
     that arrived last. `copy=False` for the latter, because a second copy of it would exceed the
     memory plan.
@@ -661,7 +662,7 @@ def _mixture(
     config: ModelConfig,
     layer: int,
     plain: dict[str, torch.Tensor],
-    packed: dict[str, Matrix],
+    packed: dict[str, Held],
     stacks: Stacks | None,
 ) -> Mixture | None:
     """Make a layer's mixture of what has arrived; None where it has none."""

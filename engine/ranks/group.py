@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ class Ranks:
         self.sent = Sent()
         self._alone, self._refused = False, ""
         wait = timedelta(seconds=timeout)
-        self._group: dist.ProcessGroup = dist.ProcessGroupGloo(
+        self._group: Any = dist.ProcessGroupGloo(
             dist.PrefixStore("omnikv-ranks", store), rank, size, wait
         )
 

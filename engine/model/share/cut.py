@@ -111,7 +111,7 @@ def _rows(target: Target, ranges: list[Ranges]) -> Target:
     cuts: list[Cut | None] = []
     kept: list[Rows | None] = []
     for (name, shape), some, mine in zip(target.parts, rows, ranges, strict=True):
-        found = [Cut(shape, first, stop) for first, stop in mine] or [None]
+        found: list[Cut | None] = [Cut(shape, first, stop) for first, stop in mine] or [None]
         parts += [(name, shape if cut is None else cut.shape) for cut in found]
         cuts, kept = [*cuts, *found], [*kept, *[some] * len(found)]
     own = tuple(kept) if any(some is not None for some in kept) else ()

@@ -45,12 +45,14 @@ def share_of(config: ModelConfig, rank: int, ranks: int) -> ModelConfig:
     if mixture is not None:
         assert experts is not None
         mixture = replace(mixture, width=experts.size, shared=shared.size if shared else 0)
-    own_local = None if config.local_heads is None or local is None else local.size
+    own_local = config.local_heads
+    if own_local is not None and local is not None:
+        own_local = local.size, own_local[1]
     return replace(
         config,
         num_heads=heads.size,
         num_kv_heads=1 if latent else kv_heads.size,
-        local_heads=None if own_local is None else (own_local, config.local_heads[1]),
+        local_heads=own_local,
         intermediate_size=share.mlp.size,
         experts=mixture,
         share=share,

@@ -213,7 +213,7 @@ def measure(args: argparse.Namespace, folder: Path, context: int) -> list[dict[s
             line = f"{method} {args.steps}"
             asked: dict[str, Callable[[int], list[float]]]
             asked = {name: partial(_told, ask, line) for name, ask in ways.items()}
-            found = harness.in_turns(asked, args.turns)
+            found: dict[str, list[list[float]]] = harness.in_turns(asked, args.turns)
             taken = {
                 name: statistics.median(s for turn in mine for s in turn)
                 for name, mine in found.items()
