@@ -91,9 +91,9 @@ def moved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def enlarge(rows: torch.Tensor, written: int) -> None:
-    """Ask for large pages for rows [.., heads, T, width] on a CPU, contiguous, of which `written` of
-    every head are written: the others come in them, and those are joined where the system can.
-    Nothing happens where there are none.
+    """Ask for large pages for contiguous rows [.., heads, T, width] on a CPU. The first `written`
+    of every head, which are there, are joined where the system can; the others come in large
+    pages. Nothing happens where there are none.
     """
     advise = _advise()
     whole = range(-(-rows.data_ptr() // PAGE), (rows.data_ptr() + rows.nbytes) // PAGE)

@@ -146,7 +146,8 @@ static void *call(void *) {
     for (int n = 0; n < 300; n++) {
         memset(times, 0, sizeof times);
         share(n % 9 + 1, 100 + n, n % 3 + 1, [&, t = times](long i) { t[i]++; });
-        for (int i = 0; i < 100 + n; i++) if (times[i] != 1) __atomic_fetch_add(&faults, 1, __ATOMIC_RELAXED);
+        for (int i = 0; i < 100 + n; i++)
+            if (times[i] != 1) __atomic_fetch_add(&faults, 1, __ATOMIC_RELAXED);
     }
     return nullptr;
 }

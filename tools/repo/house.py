@@ -71,6 +71,7 @@ REGISTRIES = (
     "tools.banks",
     "tools.bench",
     "tools.compare",
+    "tools.speed",
     "tools.studies.exact",
     "tools.studies.pocket",
     "tools.tasks",

@@ -45,11 +45,13 @@ from tools.speed.harness import (
 
 TEAMS = (1, 2, 4, 8, 16, 32, 64)
 READ = 256 << 20  # bytes that the read test reads
+HEAD = "head"
+Work = Callable[[int], object]  # a call of a layer
 
 
 @dataclass(frozen=True)
 class Call:
-    """A kind of call: how often a step makes it, its seconds on one thread, its pieces and bytes."""
+    """A call of a step: how often it is made, its seconds on one thread, its pieces and bytes."""
 
     times: int
     seconds: float
@@ -79,18 +81,22 @@ def bend(calls: Mapping[str, Call], rest: float, join: float) -> int:
     return best
 
 
-def _timed(work: Callable[[int], object], layers: int, rounds: int) -> float:
-    """Median seconds of a call, each of a layer whose rows and weights are in no cache."""
-    found = []
-    for _ in range(rounds):
+def _timed(works: Mapping[str, Work], layers: int, rounds: int) -> dict[str, float]:
+    """Median seconds of each call, in a step's order: weights and rows have left the caches."""
+    found: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(rounds + 1):
         for layer in range(layers):
-            began = time.perf_counter()
-            work(layer)
-            found.append(time.perf_counter() - began)
-    return statistics.median(found)
+            for name, work in works.items():
+                if name == HEAD and layer + 1 < layers:
+                    continue
+                began = time.perf_counter()
+                work(layer)
+                if turn:
+                    found[name].append(time.perf_counter() - began)
+    return {name: statistics.median(mine) for name, mine in found.items()}
 
 
-def _pieces(work: Callable[[int], object]) -> int:
+def _pieces(work: Work) -> int:
     """The pieces that a call shares."""
     torch.set_num_threads(2)
     team.marks(2, 2, 1)
@@ -114,36 +120,32 @@ def calls_of(session: Session, n: int, rounds: int) -> dict[str, Call]:
         k, v = session.bank.kv(layer, n)
         return attend(heads, k[0], v[0], config.head_dim**-0.5, narrow=True)
 
-    works: dict[str, tuple[Callable[[int], object], int]] = {
-        "q, k, v": (lambda i: multiply(x, layers[i].qkv, norm=layers[i].input_norm, eps=eps), 0),
-        "attention": (attention, n * config.kv_bytes(size)),
-        "output": (lambda i: multiply(q, layers[i].o, residual=x), 0),
-        "gate, up": (
-            lambda i: multiply(
-                x, layers[i].gate_up, norm=layers[i].post_norm, eps=eps, gated=True
-            ),
-            0,
+    works: dict[str, Work] = {
+        "q, k, v": lambda i: multiply(x, layers[i].qkv, norm=layers[i].input_norm, eps=eps),
+        "attention": attention,
+        "output": lambda i: multiply(q, layers[i].o, residual=x),
+        "gate, up": lambda i: multiply(
+            x, layers[i].gate_up, norm=layers[i].post_norm, eps=eps, gated=True
         ),
-        "down": (lambda i: multiply(wide, layers[i].down, residual=x), 0),
-        "head": (lambda i: multiply(x, model.lm_head, norm=model.norm, eps=eps, wide=True), 0),
+        "down": lambda i: multiply(wide, layers[i].down, residual=x),
+        HEAD: lambda i: multiply(x, model.lm_head, norm=model.norm, eps=eps, wide=True),
     }
     inputs, inner = config.hidden_size, config.intermediate_size
     rows = config.num_heads * config.head_dim
-    weights = {
-        "q, k, v": (rows + 2 * config.num_kv_heads * config.head_dim) * inputs,
-        "output": rows * inputs,
-        "gate, up": 2 * inner * inputs,
-        "down": inner * inputs,
-        "head": config.vocab_size * inputs,
+    read = {
+        "q, k, v": (rows + 2 * config.num_kv_heads * config.head_dim) * inputs * size,
+        "attention": n * config.kv_bytes(size),
+        "output": rows * inputs * size,
+        "gate, up": 2 * inner * inputs * size,
+        "down": inner * inputs * size,
+        HEAD: config.vocab_size * inputs * size,
     }
-    found = {}
     with torch.inference_mode():
-        for name, (work, read) in works.items():
-            _timed(work, len(layers), 1)
-            seconds = _timed(work, len(layers), rounds)
-            times = 1 if name == "head" else len(layers)
-            found[name] = Call(times, seconds, _pieces(work), read or weights[name] * size)
-    return found
+        took = _timed(works, len(layers), rounds)
+        return {
+            name: Call(1 if name == HEAD else len(layers), took[name], _pieces(work), read[name])
+            for name, work in works.items()
+        }
 
 
 def _step(session: Session, threads: int, rounds: int) -> float:

@@ -14,7 +14,7 @@ from engine.base.cores.free_cores import free_cores
 # By default a thread spins for milliseconds. Where other processes use the cores it takes the time
 # of the very thread that it waits for: a decode step took two threads 3 to 4 times as long as one,
 # and 7 times the processor time; two that sleep took 0.7 to 1.3 times one's (docs/PERFORMANCE.md).
-# Kernels in C++ have their own team, which sees when it is disturbed (kernels/native/team.cpp).
+# C++ kernels have a team of their own, which sees that it is disturbed (kernels/native/team.cpp).
 _SAID = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 _COUNT = "OMP_NUM_THREADS"
 
