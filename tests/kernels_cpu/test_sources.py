@@ -25,6 +25,7 @@ import kernels.layer.linear
 import kernels.layer.native_step
 import kernels.prefill.dense
 import kernels.quant.linear
+import kernels.ranks.join
 import kernels.recurrent.conv
 import kernels.recurrent.delta
 import kernels.recurrent.gates
