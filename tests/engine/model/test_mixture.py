@@ -16,7 +16,7 @@ from engine.model.mixture import Experts, Mixture
 from engine.model.tensors import random_stream
 from engine.plan.exact_costs import ExactCosts
 from engine.plan.layers import layer_plan
-from kernels.layer.linear import pack_linear
+from kernels.layer.linear import Linear, pack_linear
 from tests.builders import random_ids, session_config, tiny_llm
 from tools.bench.floor import streamed_weights
 
@@ -65,8 +65,8 @@ def test_a_token_gets_its_own_experts():
         torch.testing.assert_close(alone.view_as(wanted).double(), wanted, atol=1e-4, rtol=1e-4)
 
 
-class Counted:
-    """A matrix that counts the bytes that are read of it, once a call."""
+class Counted(Linear):
+    """A matrix that counts the bytes that are read of it, once a product."""
 
     def __init__(self, matrix, read):
         self.matrix, self.read, self.nbytes = matrix, read, matrix.nbytes
@@ -74,6 +74,15 @@ class Counted:
     def __call__(self, x):
         self.read.append(self.nbytes)
         return self.matrix(x)
+
+    def own(self, x):
+        product = self.matrix.own(x)
+
+        def counted(*given, **more):
+            self.read.append(self.nbytes)
+            return product(*given, **more)
+
+        return None if product is None else counted
 
 
 def test_a_step_reads_the_experts_that_its_token_chose(llm, monkeypatch):
