@@ -15,22 +15,18 @@ import errno
 import hashlib
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 import torch
 
 from kernels.launch.isa import has_vnni, isa
 from kernels.launch.tolerance import differs
-from kernels.native import cache
+from kernels.native import cache, compilers
 
 FOLDER = Path(__file__).parent
 PREBUILT = FOLDER / "prebuilt"  # ISA.so: of a wheel; a clone has none
@@ -95,8 +91,7 @@ _DOT = "-march=armv8.2-a+fp16+dotprod"
 ARM_SETS = {"neon": (), "neon_dot": (_DOT,), "neon_bf16": (f"{_DOT}+i8mm+bf16",)}
 _FLAGS_OF = {**SETS, **ARM_SETS}
 COMPILING = "compiling this CPU's kernels, once: 10 to 40 seconds"  # 8 cores, 2 cores
-PATIENCE = 120  # seconds that compilers may take
-HEARD = 1 << 16  # bytes that are kept of what a compiler says
+LONGEST = ("attention.cpp", "packed.cpp", "lanes.cpp", "far.cpp")  # to compile: they begin first
 
 
 class _Missing(Exception):
@@ -344,67 +339,17 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     if not cache.has_room(path.parent):
         raise OSError(errno.ENOSPC, f"less than {cache.ROOM >> 20} MB free")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=cache.MAKING) as folder:
-        objects = [str(Path(folder) / f"{name}.o") for name in SOURCES]
+        names = sorted(SOURCES, key=lambda name: name not in LONGEST)
+        objects = [str(Path(folder) / f"{name}.o") for name in names]
         whole = Path(folder) / "whole.so"
-        _run(
-            [
-                [compiler, *flags, "-c", str(FOLDER / name), "-o", made]
-                for name, made in zip(SOURCES, objects)
-            ],
-            folder,
-        )
-        _run([[compiler, *flags, "-shared", *objects, "-o", str(whole)]], folder)
+        own = [
+            [compiler, *flags, "-c", str(FOLDER / name), "-o", made]
+            for name, made in zip(names, objects)
+        ]
+        for commands in own, [[compiler, *flags, "-shared", *objects, "-o", str(whole)]]:
+            if why := compilers.run(commands, folder):
+                raise _Missing(why)
         os.chmod(whole, 0o700)
         cache.seal(whole, _stamp(flags))
         os.replace(whole, path)
         cache.bring_to_disk(path.parent)
-
-
-def _run(commands: list[list[str]], folder: str) -> None:
-    """Run compilers at the same time, with `folder` for their own files. Raises _Missing for one
-    that fails or takes too long, OSError where the disk is full.
-    """
-    running = [
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "TMPDIR": folder, "LC_ALL": "C"},
-            start_new_session=True,  # so that its children can be ended with it
-        )
-        for command in commands
-    ]
-    told: list[bytes] = [b""] * len(running)
-    readers = [
-        threading.Thread(target=_hear, args=(process.stderr, told, i), daemon=True)
-        for i, process in enumerate(running)
-    ]
-    try:
-        for reader in readers:
-            reader.start()
-        until = time.monotonic() + PATIENCE
-        for process in running:
-            process.wait(timeout=max(0.01, until - time.monotonic()))
-        for command, process, reader, i in zip(commands, running, readers, range(len(running))):
-            if process.returncode:
-                reader.join(1)
-                said = told[i].decode(errors="replace").splitlines()
-                line = next((line for line in said if "error" in line), "")
-                if "No space left" in line:
-                    raise OSError(errno.ENOSPC, "No space left on device")
-                raise _Missing(f"{command[0]} failed ({process.returncode}): {line[:200]}")
-    except subprocess.TimeoutExpired:
-        raise _Missing(f"{commands[0][0]} took more than {PATIENCE} s") from None
-    finally:
-        for process in running:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _hear(stream: IO[bytes] | None, told: list[bytes], i: int) -> None:
-    """Keep the beginning of what a compiler says, and read the rest so that it can end."""
-    assert stream is not None
-    while part := stream.read1(8192):  # type: ignore[attr-defined]
-        told[i] = (told[i] + part)[:HEARD]

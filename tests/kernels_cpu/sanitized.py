@@ -27,7 +27,7 @@ import kernels.sketch.rebuilt
 import kernels.sketch.shares
 from kernels.attention.native import attend
 from kernels.layer.native_product import Product
-from kernels.native import library
+from kernels.native import compilers, library
 from kernels.prefill.native import attend_prompt
 from kernels.quant import native
 from kernels.quant.native import Panels, product
@@ -41,7 +41,7 @@ library.FLAGS = (
     "-g1",
     *(f"-fsanitize={SANITIZER}", "-fno-sanitize-recover=all"),
 )
-library.PATIENCE = 600  # a sanitizer's code is long, and other tests have the cores
+compilers.PATIENCE = 900  # a sanitizer's code is long, and other tests have the cores
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import torch
 
 from kernels.attention import native as attention
 from kernels.layer import native_product, native_step
-from kernels.native import cache, library
+from kernels.native import cache, compilers, library
 from kernels.prefill import native as prefill
 from kernels.prefill.native import attend_prompt
 from kernels.quant import native as quant
@@ -142,7 +142,7 @@ def test_a_compiler_that_never_ends_is_stopped(fresh, monkeypatch):
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fresh}:{os.environ['PATH']}")
-    monkeypatch.setattr(library, "PATIENCE", 0.2)
+    monkeypatch.setattr(compilers, "PATIENCE", 0.2)
     assert library.native() is None and "took more than" in library.missing()
     assert kept(fresh) == []
 
@@ -243,7 +243,7 @@ def test_a_folder_under_one_that_others_can_change_is_not_trusted(fresh):
 
 def test_children_of_a_compiler_that_is_stopped_end_with_it(fresh, monkeypatch):
     compiler(fresh, monkeypatch, f"sh -c 'echo $$ > {fresh}/child; exec sleep 60' & wait")
-    monkeypatch.setattr(library, "PATIENCE", 2)
+    monkeypatch.setattr(compilers, "PATIENCE", 2)
     assert library.native() is None
     child = int((fresh / "child").read_text())
     for _ in range(100):
@@ -256,15 +256,32 @@ def test_children_of_a_compiler_that_is_stopped_end_with_it(fresh, monkeypatch):
 
 def test_a_compiler_that_talks_without_end_is_not_kept_in_memory(fresh, monkeypatch):
     compiler(fresh, monkeypatch, "head -c 3000000 /dev/zero | tr '\\0' x >&2; exit 1")
-    sizes, hear = [], library._hear
+    sizes, hear = [], compilers._Compiler._hear
 
-    def heard(stream, told, i):
-        hear(stream, told, i)
-        sizes.append(len(told[i]))
+    def heard(compiler, stream):
+        hear(compiler, stream)
+        sizes.append(len(compiler._said))
 
-    monkeypatch.setattr(library, "_hear", heard)
+    monkeypatch.setattr(compilers._Compiler, "_hear", heard)
     assert library.native() is None and "failed (1)" in library.missing()
-    assert sizes == [library.HEARD]
+    assert sizes == [compilers.HEARD]
+
+
+def test_no_more_compilers_run_than_there_are_cores(fresh, monkeypatch):
+    """Thirty at a time were 9 GB of memory on any machine."""
+    names = tuple(f"{i}.cpp" for i in range(5))
+    for name in names:
+        (fresh / "source" / name).write_text("")
+    monkeypatch.setattr(library, "SOURCES", ("one.cpp", *names))
+    monkeypatch.setattr(compilers, "_cores", lambda: 2)
+    count = f"echo $(ls {fresh}/running | wc -l) >> {fresh}/seen"
+    (fresh / "running").mkdir()
+    body = f'touch {fresh}/running/$$; {count}; "$REAL" "$@"; code=$?; '
+    body += f"rm {fresh}/running/$$; exit $code"
+    compiler(fresh, monkeypatch, body)
+    assert library.native().answer() == 42
+    seen = [int(line) for line in (fresh / "seen").read_text().split()]
+    assert len(seen) == 7 and 1 <= max(seen) <= 2
 
 
 def test_a_compiler_reads_nothing_of_the_users_input(fresh, monkeypatch):
