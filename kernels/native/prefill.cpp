@@ -149,7 +149,8 @@ inline void put<BFloat16>(const char *row, int dim, uint32_t *to, long apart) {
 template <class X>
 INLINE void put(const char *row, int dim, int32_t *to, long apart) {
     static_assert(X::integers, "rows of whole numbers");
-    for (int d = 0; d < dim; d += 2) to[d / 2 * apart] = (uint16_t)(int8_t)row[d] | (int32_t)(int8_t)row[d + 1] << 16;
+    for (int d = 0; d < dim; d += 2) 
+        to[d / 2 * apart] = (int32_t)((uint16_t)(int8_t)row[d] | (uint32_t)(int8_t)row[d + 1] << 16);
 }
 #endif
 
