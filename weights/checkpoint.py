@@ -246,7 +246,7 @@ class Checkpoint:
         """
         targets = sorted(targets, key=self._position)
         files = {self.tensors[name].file for target in targets for name, _ in target.parts}
-        total = sum(map(self._stored_bytes, targets))
+        total = sum(sum(self._stored_bytes(target)) for target in targets)
         read = _Progress(len(files), total, progress)
         maps: dict[Path, _Mapped] = {}
         try:
@@ -291,17 +291,18 @@ class Checkpoint:
                 else:
                     file.copy(name, info, below.view(-1), check_finite)
             out = out.t().contiguous() if turned else out
-        read.advance([info for _, info in infos], self._stored_bytes(target))
+        for (_, info), size in zip(infos, self._stored_bytes(target)):
+            read.advance(info, size)
         return out
 
-    def _stored_bytes(self, target: Target) -> int:
-        """Bytes that a target is read from."""
+    def _stored_bytes(self, target: Target) -> list[int]:
+        """Bytes that each part of a target is read from."""
         sizes = [self._part(target, name).nbytes for name, _ in target.parts]
         cuts = target.cuts or (None,) * len(sizes)
-        return sum(
+        return [
             size if cut is None else size // math.prod(cut.whole) * math.prod(cut.shape)
             for size, cut in zip(self._of_rows(target, sizes), cuts)
-        )
+        ]
 
     def _of_rows(self, target: Target, sizes: list[int]) -> list[int]:
         """`sizes` of a target's stored parts, of those parts' own rows alone."""
@@ -358,8 +359,8 @@ class _Progress:
         self.files: set[Path] = set()
         self.done, self.begun = 0, time.monotonic()
 
-    def advance(self, infos: list[TensorInfo], size: int) -> None:
-        self.files.update(info.file for info in infos)
+    def advance(self, info: TensorInfo, size: int) -> None:
+        self.files.add(info.file)
         self.done += size
         if self.report:
             seconds = time.monotonic() - self.begun
