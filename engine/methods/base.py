@@ -294,7 +294,7 @@ class Runtime:
         self.needs = method.needs(setup.plan, setup.config, setup.capacity, setup.dtype.itemsize)
 
     @property
-    def select(self) -> Callable[..., None]:
+    def choose_of_all(self) -> Callable[..., None]:
         """Chooses tokens by the maxima over all heads, as kernels.select.topk.select_topk."""
         return select_topk if self.setup.across is None else self.setup.across.select
 

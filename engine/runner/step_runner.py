@@ -81,7 +81,7 @@ class StepRunner:
             backend=backend,
             sinks=model.sinks,
         )
-        setup = replace(setup, sample=partial(sampled, loaded), across=loaded.across)
+        setup = replace(setup, sample=partial(sampled, loaded, backend), across=loaded.across)
         if loaded.tokenizer is not None:
             setup = replace(setup, marks=loaded.tokenizer.marks)
         self.fused = isinstance(self.halves, FusedLayer)

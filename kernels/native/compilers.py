@@ -75,7 +75,7 @@ def run(commands: Sequence[Sequence[str]], folder: str) -> str:
     """Run compilers, with `folder` for their own files. Returns "", or why one failed or that they
     took too long. Raises OSError where the disk is full or a compiler cannot be started.
     """
-    waiting, running = list(commands), []
+    waiting, running = list(commands), list[_Compiler]()
     until = time.monotonic() + PATIENCE
     try:
         while waiting or running:

@@ -33,6 +33,7 @@ from engine.model.config.config import ModelConfig
 from engine.model.llama import Llama, Matrix, assemble
 from engine.model.low_bits import AsStored, Held, OnTheWay, Rounding
 from engine.model.rope import Rotary
+from engine.model.share.matrix import Joined
 from engine.model.tensors import targets
 from engine.plan.layers import LayerPlan
 from engine.plan.placement import Placement
@@ -151,6 +152,7 @@ def _model(answer: FirstAnswer) -> Llama:
     def held(name: str, matrix: Matrix) -> Matrix:
         if (form := held_as(rounding, name, matrix.shape)) is None:
             return matrix
+        assert not isinstance(matrix, Joined)  # of one process
         key = form, matrix.shape, matrix.bias is None
         if key not in made:
             made[key] = pack_quantised(_quantised(form, matrix.shape), matrix.bias, dtype, "words")

@@ -43,7 +43,7 @@ class OfficialRuntime(OmniKVRuntime):
         forced = self._forced(step.lengths[0])
         scored = self.prompt - forced
         index, counts = self.index[group], self.counts[group]
-        self.select(
+        self.choose_of_all(
             self._prompt_scores(layer, q, step, scored),
             self.zero,
             device_int(scored, self.setup),

@@ -181,7 +181,7 @@ class OmniKVRuntime(Runtime):
         """Select the group's k tokens with the highest of `scores` [B, bucket] before the tail.
         counted: the layer's attention has counted those already.
         """
-        self.select(
+        self.choose_of_all(
             scores,
             self.zero,
             step.tail_start(self.method.tail),

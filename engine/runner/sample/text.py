@@ -21,10 +21,13 @@ from engine.plan.needs import Needs
 from kernels.rows.forms import unpack_keys
 
 
-def sampled(loaded: Loaded, name: str, found: Found) -> dict[int, Any]:
-    """{layer: found(layer, q, k)} of every layer that sees everything; kept with the model."""
+def sampled(loaded: Loaded, backend: str, name: str, found: Found) -> dict[int, Any]:
+    """{layer: found(layer, q, k)} of every layer that sees everything; kept with the model. On the
+    launchers of `backend`: what the reference learns, its last bits too, is the reference's own.
+    """
+    name = f"{name} on the reference" if backend == "reference" else name
     if name not in loaded.learnt:
-        loaded.learnt[name] = _read(loaded, found)
+        loaded.learnt[name] = _read(loaded, backend, found)
     return loaded.learnt[name]
 
 
@@ -53,15 +56,17 @@ class _Watching(Runtime):
         return super().attend_prompt(layer, q, bank, start)
 
 
-def _read(loaded: Loaded, found: Found) -> dict[int, Any]:
+def _read(loaded: Loaded, backend: str, found: Found) -> dict[int, Any]:
     config, method = loaded.config, _Watched()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (1, SAMPLED), generator=generator)
     where, dtype, sinks = loaded.device, loaded.dtype, loaded.model.sinks
-    setup = Setup.of(config, method, SAMPLED, device=where, dtype=dtype, sinks=sinks)
+    setup = Setup.of(
+        config, method, SAMPLED, device=where, dtype=dtype, backend=backend, sinks=sinks
+    )
     bank = DeviceBank(config, setup.plan, SAMPLED, dtype, where)
     runtime = _Watching(method, setup, found)
     given = loaded.model, loaded.rotary, runtime, bank, tokens.to(where), 0, SAMPLED
     with torch.inference_mode():
-        run_chunk(*given)
+        run_chunk(*given, backend=backend)
     return runtime.learnt
