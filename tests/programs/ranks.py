@@ -1,0 +1,107 @@
+"""Every method and every family over ranks beside one process: `python -m tests.programs.ranks
+[--ranks N] [--only NAME ...]`.
+
+Ranks are threads of one process, each with its own share of the model (tests/engine/ranks). A line
+for each method and each family: the greatest difference of a logit (float32; a prompt of 300 tokens
+and 12 steps, 150 and 6 for families), whether the selections are one process's, or why it is
+refused. Exit code 1 where one that runs differs by more than LIMIT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from engine import LLM, Full
+from engine.base.errors import EngineError
+from tests.engine.methods.method_table import ROWS
+from tests.engine.ranks.model import SETTINGS, ids_of, model_folder
+from tests.engine.ranks.threads import Together
+from tools.families.models import VARIANTS, make
+
+LIMIT = 1e-4  # the issue's bound of a float32 logit
+
+
+def answer(llm, method, ids, steps):
+    """Logits of a prompt and of steps, the selections, and how many steps were sparse."""
+    with llm.session(method=method) as session:
+        logits, chosen = [session.prefill(ids)], []
+        for token in steps:
+            logits.append(session.decode(token))
+            chosen.append({layer: rows.clone() for layer, rows in session.selections.items()})
+        return torch.stack(logits), chosen, session.stats.sparse_steps
+
+
+def compared(one, many, method, prompt, steps) -> str:
+    """A line about one request: what differs, or why it is refused."""
+    ids, more = ids_of(prompt), ids_of(steps, seed=6)
+    want, chosen, sparse = answer(one, method, ids, more)
+    try:
+        found = many.each(answer, method, ids, more)
+    except EngineError as error:
+        return f"refused: {error}"
+    worst = max(float((logits - want).abs().max()) for logits, _, _ in found)
+    same = all(
+        x.keys() == y.keys() and all(torch.equal(x[layer], y[layer]) for layer in x)
+        for x, y in zip(chosen, found[0][1])
+    )
+    whose = "equal" if same else "of own heads"
+    verdict = "" if worst <= LIMIT else " DIFFERS"
+    return f"{worst:.1e}, {sparse} sparse steps, selections {whose}{verdict}"
+
+
+def methods(folder: Path, ranks: int, only: list[str]) -> Iterator[tuple[str, str]]:
+    """(name, line) of every method of the table."""
+    place = model_folder(folder / "methods")
+    one, many = (
+        LLM(place, method=Full(), **SETTINGS),
+        Together(place, ranks, method=Full(), **SETTINGS),
+    )
+    for row in ROWS:
+        if not only or row.name in only:
+            for method in row.sparse or (row.neutral,):
+                yield row.name, compared(one, many, method, 300, 12)
+
+
+def families(folder: Path, ranks: int, only: list[str]) -> Iterator[tuple[str, str]]:
+    """(name, line) of every variant of every family."""
+    for name in VARIANTS:
+        if only and name not in only:
+            continue
+        place = folder / name
+        make(place, name)
+        settings = SETTINGS | dict(method=Full())
+        try:
+            many = Together(place, ranks, **settings)
+        except EngineError as error:
+            yield name, f"refused: {error}"
+            continue
+        yield name, compared(LLM(place, **settings), many, Full(), 150, 6)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.programs.ranks", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument("--only", nargs="+", default=[], help="these methods and variants")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    counts = {"equal": 0, "refused": 0, "DIFFERS": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        for part in (methods, families):
+            for name, line in part(Path(folder), args.ranks, args.only):
+                kind = "refused" if line.startswith("refused") else "equal"
+                kind = "DIFFERS" if line.endswith("DIFFERS") else kind
+                counts[kind] += 1
+                print(f"{name:24} {line[:150]}", flush=True)
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    return int(counts["DIFFERS"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
