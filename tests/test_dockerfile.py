@@ -18,7 +18,7 @@ import pytest
 from engine.base.errors import UsageError
 from engine.serve.flags import keys_of, parser
 from tests.programs.lowest import tomllib
-from tests.test_wheel import NAMES
+from tools.release.wheel import FILES, PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "Dockerfile"
@@ -105,7 +105,9 @@ def test_its_extras_are_the_projects():
 def test_the_context_has_what_a_wheel_is_made_of_and_no_environment():
     left_out = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
     assert {".git", ".venv"} <= set(left_out)
-    assert not [name for name in NAMES for rule in left_out if fnmatch.fnmatch(name, rule)]
+    assert not [
+        name for name in (*PARTS, *FILES) for rule in left_out if fnmatch.fnmatch(name, rule)
+    ]
 
 
 def test_uv_has_the_flags():

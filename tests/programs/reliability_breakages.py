@@ -252,8 +252,8 @@ MEMORY = (
     Breakage(
         "M1 only the root's memory limit is seen",
         "engine/plan/free_memory.py",
-        r"groups = control_groups\(process\) if folder is None else _tops\(folder\)",
-        'groups = _tops(folder or Path("/sys/fs/cgroup"))',
+        r"groups = control_groups\(process\) if folder is None else at_the_top\(folder\)",
+        'groups = at_the_top(folder or Path("/sys/fs/cgroup"))',
         (f"{LIMITS}::test_version_2_in_a_group_below_the_mount",),
     ),
     Breakage(

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-import engine.methods.omnikv.runtime
+import engine.methods.base
 import engine.plan.placement
 from engine import LLM, Full, OmniKV
 from engine.base.errors import SettingError
@@ -527,14 +527,14 @@ def test_verify_agrees_with_itself_and_restores_the_session():
 
 
 def test_verify_sees_a_wrong_selection(monkeypatch):
-    right = engine.methods.omnikv.runtime.select_topk
+    right = engine.methods.base.select_topk
 
     def wrong(scores, *arguments, backend="auto", **named):
         return right(
             scores if backend == "reference" else -scores, *arguments, backend=backend, **named
         )
 
-    monkeypatch.setattr(engine.methods.omnikv.runtime, "select_topk", wrong)
+    monkeypatch.setattr(engine.methods.base, "select_topk", wrong)
     contestant = Engine("omnikv", tiny_llm(omnikv()), 700)
     with pytest.raises(Mismatch, match="selection at 700 tokens"):
         verify(contestant)

@@ -25,7 +25,7 @@ _LAUNCHERS = (
     (engine.methods.base, "decode_dense", "dense attention"),
     (engine.methods.omnikv.runtime, "decode_sparse", "sparse attention"),
     (engine.forward.native_layer, "multiply", "linear"),  # with norm, SwiGLU and residual
-    (engine.methods.omnikv.runtime, "select_topk", "top-k"),
+    (engine.methods.base, "select_topk", "top-k"),
     (engine.methods.omnikv.runtime, "window_scores", "scoring"),
     (engine.methods.base, "attend_stream", "dense attention"),
     (engine.bank.host.working_set.WorkingSet, "fetch", "gather"),

@@ -18,7 +18,7 @@ TOKENS = 24
 
 def sample(model, dtype):
     """Both tiers of one prompt of random token ids, which both dtypes answer."""
-    return [Cell(model, dtype, 15, offload) for offload in ("device", "host")]
+    return [Cell(model, dtype, 21, offload) for offload in ("device", "host")]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

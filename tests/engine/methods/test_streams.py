@@ -242,7 +242,8 @@ def test_the_plan_of_a_stream_is_constant_and_says_so():
         device="cpu",
     ).plan()
     token_ids = plan.bytes_of("token ids")
-    assert 0 <= long.total - plan.total + token_ids < 2**20  # of scratch for a long bank
+    # scratch for a long bank: a part of attention for every 1,024 of its rows
+    assert 0 <= long.total - plan.total + token_ids < 2**21
     assert beside < 1.4e9
 
 

@@ -87,7 +87,13 @@ def test_choices_and_attention_of_a_ragged_step(
     # one sequence in C++: the logits that attention has left are ranked, and K is not read again
     alone = backend == "auto" and len(lengths) == 1 and max(lengths) > count and not missing()
     with mock.patch.object(by_logits, "key_floats", None) if alone else nullcontext():
-        assert torch.equal(world.runtime.attend(2, asked, step), everything)
+        found = world.runtime.attend(2, asked, step)
+    if backend == "auto" and heads // kv_heads >= 5:
+        # attention that leaves no logits has a group's queries in the lanes of a vector
+        # (kernels/native/lanes.cpp), and sums in another order
+        torch.testing.assert_close(found, everything)
+    else:
+        assert torch.equal(found, everything)
     out = world.runtime.attend(3, q, step)
     for b, rows in enumerate(chosen):
         apart = (
