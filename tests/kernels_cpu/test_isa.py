@@ -201,6 +201,8 @@ def test_lm_head_is_held_without_a_copy_in_the_form_of_the_set(found, bf16, monk
     for dtype in (F32, BF16, F16):
         weight = torch.randn(6, 8).to(dtype)
         assert pack_linear(weight, copy=False).weight is weight
+    if found == "avx512_bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return  # oneDNN does not repack weights where it is held to less
     for tied in (True, False):
         config = ModelConfig.from_dict({**CONFIG, "tie_word_embeddings": tied}, source="test")
         weights = dict(random_stream(config, BF16, "cpu"))
