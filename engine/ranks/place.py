@@ -6,9 +6,9 @@ memory that it touches lies at its own node.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,10 +46,17 @@ class Place:
         return self.leader > 0 and os.getppid() != self.leader
 
     def bind(self) -> None:
-        """Run this process on its cores alone, where the system lets it."""
+        """Run this process on its cores alone; where the system refuses, a line says so."""
         if self.cores and hasattr(os, "sched_setaffinity"):
-            with contextlib.suppress(OSError):
+            try:
                 os.sched_setaffinity(0, self.cores)
+            except OSError as error:  # a container whose cores have become fewer
+                cores = ", ".join(map(str, self.cores))
+                print(
+                    f"rank {self.rank}: cannot run on cores {cores} alone ({error.strerror}); "
+                    "it runs wherever the system puts it",
+                    file=sys.stderr,
+                )
 
 
 def started(environment: Mapping[str, str]) -> Place | None:

@@ -10,6 +10,7 @@ from engine.load.files import model_files
 from engine.model.config.share import Part
 from engine.model.share.divide import MOST_RANKS, heads_of, share_of, whole_of
 from engine.model.tensors import targets
+from engine.ranks.place import Place
 from tests.builders import POCKET, hybrid_config, session_config, tiny_config
 
 COLUMNS = (".o", ".down")
@@ -130,3 +131,13 @@ def test_recurrent_layers_are_refused():
 def test_a_part_scales():
     assert Part(1, 3, 4).times(16) == (16, 48, 64)
     assert session_config().share is None
+
+
+def test_cores_that_are_refused_are_said_in_a_line(monkeypatch, capsys):
+    def refuse(process, cores):
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr("engine.ranks.place.os.sched_setaffinity", refuse, raising=False)
+    Place(1, 2, cores=(4, 5)).bind()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rank 1: cannot run on cores 4, 5 alone (Invalid argument)")
