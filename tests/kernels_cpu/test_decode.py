@@ -13,6 +13,7 @@ from kernels.attention.cpu import token_rows
 from kernels.attention.dense import decode_dense
 from kernels.attention.scratch import ScratchShape, make_scratch
 from kernels.attention.sparse import decode_sparse
+from kernels.native import library
 from kernels.select.topk import select_topk
 from kernels.select.window_scores import window_scores
 from tests.kernels.support.kernel_checks import (
@@ -165,6 +166,7 @@ def test_nothing_that_grows_with_the_context_is_created(dtype, layout, ties):
     """A whole step at 4K and at 16K rows creates tensors of at most the same size, and none of a
     block's size.
     """
+    library.try_all()  # a binding's self-test, before its first use, has tensors of its own
     found = []
     for n in (4096, 16384):
         generator = torch.Generator().manual_seed(0)
