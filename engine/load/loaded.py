@@ -60,7 +60,7 @@ class Loaded:
     host_tier: HostTier
     lock: RequestLock
     learnt: dict[str, dict[int, Any]] = field(default_factory=dict)
-    across: Any = None
+    across: Callable[..., None] | None = None
     lead: Any = None
 
     @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -205,29 +205,6 @@ def scratch_shape(
     )
 
 
-class Across(Protocol):
-    """Chooses by the maxima over the heads of all ranks, of which a method knows its own. alone:
-    each rank chooses by its own heads.
-    """
-
-    alone: bool
-
-    def select(
-        self,
-        scores: torch.Tensor,
-        lo: torch.Tensor,
-        hi: torch.Tensor,
-        k: torch.Tensor,
-        out: torch.Tensor,
-        counts: torch.Tensor,
-        scratch: Scratch | None = None,
-        backend: str = "auto",
-        counted: bool = False,
-    ) -> None:
-        """As kernels.select.topk.select_topk; writes to scores too."""
-        ...
-
-
 @dataclass(frozen=True)
 class Setup:
     """The inputs of a runtime: one session's fixed facts.
@@ -235,7 +212,8 @@ class Setup:
     backend: kernel backend ("auto", "reference", "cpu", "triton"); scratch: buffers of the kernels;
     softmax: what is particular in every layer's; marks: gives the ids of special tokens and of
     punctuation, None where a session has no tokenizer; sample: reads a sample, None where there is
-    no model; across: chooses for the heads of all ranks (engine/ranks/), None: of one process.
+    no model; across: select_topk over the heads of all ranks (engine/ranks/merge.py), None: of
+    one process.
     """
 
     config: ModelConfig
@@ -249,7 +227,7 @@ class Setup:
     softmax: tuple[Softmax, ...]
     marks: Callable[[], tuple[Collection[int], Collection[int]]] | None = None
     sample: Sample | None = None
-    across: Across | None = None
+    across: Callable[..., None] | None = None
 
     @classmethod
     def of(
@@ -296,7 +274,7 @@ class Runtime:
     @property
     def choose_of_all(self) -> Callable[..., None]:
         """Chooses tokens by the maxima over all heads, as kernels.select.topk.select_topk."""
-        return select_topk if self.setup.across is None else self.setup.across.select
+        return self.setup.across or select_topk
 
     @property
     def nbytes(self) -> int:

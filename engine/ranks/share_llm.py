@@ -122,7 +122,7 @@ class ShareLLM(LLM):
             loaded,
             model=model,
             halves=StepForms(model, loaded.rotary, loaded.pieces, self.options.step),
-            across=Merge(ranks, self.selection == "per_rank"),
+            across=Merge(ranks, self.selection == "per_rank").select,
         )
         return self.loaded
 

@@ -4,7 +4,6 @@ down by columns, the embedding and the head by tokens. All else is read whole by
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from engine.model.config.config import ModelConfig
@@ -124,8 +123,3 @@ def _columns(target: Target, width: Part) -> Target:
     assert shape[1] == width.of and not target.rows, f"{target.name}: {shape}, {width}"
     cut = Cut(shape, 0, shape[0], width.first, width.stop)
     return replace(target, parts=((name, cut.shape),), cuts=(cut,))
-
-
-def whole_numbers(targets: list[Target]) -> int:
-    """Numbers that the targets hold in all."""
-    return sum(math.prod(shape) for target in targets for _, shape in target.parts)

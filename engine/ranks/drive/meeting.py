@@ -24,7 +24,7 @@ from engine.ranks.place import Place, places
 from engine.ranks.segment import Segment, new_segment
 from kernels.ranks.join import usable
 
-HOST = "127.0.0.1"
+FOLDER = "omnikv-folder"  # under which torchrun's store names the folder of the ranks
 PACKAGE = Path(__file__).resolve().parents[3]  # that holds `engine`
 
 
@@ -45,20 +45,18 @@ class Meeting:
 
     def gather(self) -> Followers:
         """Start the other ranks, or wait for torchrun's. Raises RankLost where one ends."""
-        processes: list[subprocess.Popen[bytes]] = []
-        if len(self.places) > 1:
-            self._folder = tempfile.mkdtemp(prefix="omnikv-ranks-")
-            atexit.register(shutil.rmtree, self._folder, True)
-            key = secrets.token_bytes(16)
-            (Path(self._folder) / "key").write_bytes(key)  # the folder is this user's alone
-            listener = Listener(f"{self._folder}/calls", "AF_UNIX", authkey=key)
-            processes = [self._start(place) for place in self.places[1:]]
+        self._folder = tempfile.mkdtemp(prefix="omnikv-ranks-")  # this user's alone
+        atexit.register(shutil.rmtree, self._folder, True)
+        # a call is unpickled where it arrives, so nobody else may have the key or the socket
+        key = secrets.token_bytes(16)
+        (Path(self._folder) / "key").write_bytes(key)
+        listener = Listener(f"{self._folder}/calls", "AF_UNIX", authkey=key)
+        processes = [self._start(place) for place in self.places[1:]]
+        if processes:
             self._store = dist.FileStore(f"{self._folder}/store", self.place.size)
         else:
             self._store = _torchruns()
-            key = secrets.token_bytes(16)
-            listener = Listener((HOST, 0), authkey=key)
-            self._store.set("omnikv-calls", f"{listener.address[1]} {key.hex()}")
+            self._store.set(FOLDER, self._folder)
         atexit.register(self.end)
         self._followers = Followers(listener, self.place.size, self.place.timeout, processes)
         return self._followers
@@ -72,12 +70,9 @@ class Meeting:
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
 
     def segment(self) -> str:
-        """The path of the ranks' shared memory; "" where there is none: without C++ kernels, and
-        where torchrun has ranks on several machines.
-        """
-        here = self._folder or os.environ.get("LOCAL_WORLD_SIZE") == str(self.place.size)
-        if here and not self._segment and usable():
-            self._segment = new_segment(self.place.size, self._folder or tempfile.gettempdir())
+        """The path of the ranks' shared memory; "" where there is none: without C++ kernels."""
+        if not self._segment and usable():
+            self._segment = new_segment(self.place.size, self._folder)
             atexit.register(self.all_have_it)
         return self._segment
 
@@ -119,19 +114,26 @@ def joining(place: Place) -> tuple[Connection, dist.Store]:
     rank 0 is not there.
     """
     until = time.monotonic() + place.timeout
-    if not place.folder:
-        store = _torchruns()
-        port, word = store.get("omnikv-calls").decode().split()
-        return _connected((HOST, int(port)), bytes.fromhex(word), until, place), store
-    folder = Path(place.folder)
-    key = (folder / "key").read_bytes()
-    connection = _connected(str(folder / "calls"), key, until, place)
-    return connection, dist.FileStore(str(folder / "store"), place.size)
+    store = None if place.folder else _torchruns()
+    folder = Path(place.folder or store.get(FOLDER).decode())  # type: ignore[union-attr]
+    _require_own(folder)
+    connection = _connected(str(folder / "calls"), (folder / "key").read_bytes(), until, place)
+    return connection, store or dist.FileStore(str(folder / "store"), place.size)
 
 
-def _connected(
-    address: tuple[str, int] | str, key: bytes, until: float, place: Place
-) -> Connection:
+def _require_own(folder: Path) -> None:
+    """Raise RankLost for a folder that others can read or write: torchrun's store, which names it,
+    takes anybody's word.
+    """
+    try:
+        state = folder.stat()
+    except OSError:
+        raise RankLost(f"rank 0's folder {folder} is not here: ranks run on one machine") from None
+    if state.st_uid != os.getuid() or state.st_mode & 0o077:
+        raise RankLost(f"rank 0's folder {folder} is not this user's alone: its word is not taken")
+
+
+def _connected(address: str, key: bytes, until: float, place: Place) -> Connection:
     while True:
         try:
             return Client(address, authkey=key)

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
-from engine.base.errors import SettingError
+from engine.base.errors import RankLost, SettingError
 from engine.load.files import model_files
 from engine.model.config.share import Part
 from engine.model.share.divide import MOST_RANKS, heads_of, share_of, whole_of
 from engine.model.tensors import targets
+from engine.ranks.drive import meeting
 from engine.ranks.place import Place
 from tests.builders import POCKET, hybrid_config, session_config, tiny_config
 
@@ -141,3 +142,16 @@ def test_cores_that_are_refused_are_said_in_a_line(monkeypatch, capsys):
     Place(1, 2, cores=(4, 5)).bind()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rank 1: cannot run on cores 4, 5 alone (Invalid argument)")
+
+
+def test_a_folder_that_others_can_reach_is_not_taken(tmp_path):
+    """torchrun's store takes anybody's word, and a call is unpickled where it arrives."""
+    own = tmp_path / "own"
+    own.mkdir(mode=0o700)
+    meeting._require_own(own)
+    for mode in (0o755, 0o710, 0o702):
+        own.chmod(mode)
+        with pytest.raises(RankLost, match="not this user's alone"):
+            meeting._require_own(own)
+    with pytest.raises(RankLost, match="ranks run on one machine"):
+        meeting._require_own(tmp_path / "elsewhere")
