@@ -10,33 +10,39 @@
 
 namespace {
 
-constexpr int BLOCK = 256;  // rows whose logits are held at a time: 4 queries of them are 4 KB
+constexpr int BLOCK = 512;  // rows whose logits are held at a time: 4 queries of them are 8 KB
 #if defined(__AVX512F__)
 constexpr int MOST = 8;  // queries of one tile: their sums fit the registers
 #else
 constexpr int MOST = 4;
 #endif
-constexpr int BESIDE = W == 4 ? 4 : 1;  // rows whose sums are side by side: with one, a sum waits for itself
-constexpr int AHEAD = 32;   // rows between the one that is read and the one that is fetched
+constexpr int AHEAD = 48;   // rows between the one that is read and the one that is fetched
 
 // Products of T queries q [T][dim] with the keys `rows`: l [T][BLOCK].
 template <class K, int T>
 INLINE void logits_of(const float *q, const char *const *rows, int count, int dim, float *l) {
+    // rows whose sums are in registers: with one, a sum waits for itself
+    constexpr int BESIDE = T * 4 <= (W == 8 ? 12 : 16) ? 4 : 2;
     int t = 0;
     for (; t + W <= count; t += W) {
-        Floats sums[T][W];
-        for (int i = 0; i < W; i += BESIDE) {
-            for (int j = 0; j < BESIDE; j++) fetch(rows[t + i + j + AHEAD], dim * K::bytes);
-            Floats s[BESIDE][T] = {};
-            for (int d = 0; d < dim; d += W)
-                UNROLL for (int j = 0; j < BESIDE; j++) {
-                    const Floats x = K::read(rows[t + i + j], d);
-                    for (int r = 0; r < T; r++) s[j][r] += x * load(q + r * dim + d);
+        Floats halves[T][W / 4];
+        UNROLL for (int i = 0; i < W / 4; i++) {
+            const char *const *own = rows + t + 4 * i;
+            Floats s[T][4];
+            UNROLL for (int from = 0; from < 4; from += BESIDE) {
+                UNROLL for (int j = from; j < from + BESIDE; j++) {
+                    fetch(own[j + AHEAD], dim * K::bytes);
+                    UNROLL for (int r = 0; r < T; r++) s[r][j] = Floats{};
                 }
-            for (int j = 0; j < BESIDE; j++)
-                for (int r = 0; r < T; r++) sums[r][i + j] = s[j][r];
+                for (int d = 0; d < dim; d += W)
+                    UNROLL for (int j = from; j < from + BESIDE; j++) {
+                        const Floats x = K::read(own[j], d);
+                        UNROLL for (int r = 0; r < T; r++) s[r][j] += x * load(q + r * dim + d);
+                    }
+            }
+            UNROLL for (int r = 0; r < T; r++) halves[r][i] = four_totals(s[r]);
         }
-        for (int r = 0; r < T; r++) store(l + r * BLOCK + t, totals(sums[r]));
+        for (int r = 0; r < T; r++) store(l + r * BLOCK + t, join_totals(halves[r]));
     }
     for (; t < count; t++)
         for (int r = 0; r < T; r++) {
@@ -66,9 +72,11 @@ INLINE void add_columns(const float *l, const char *const *rows, int count, int 
 
 template <class V, int T>
 INLINE void add_values(const float *l, const char *const *rows, int count, int dim, float *out) {
-    constexpr int C = W == 4 ? T <= 2 ? 8 : 4 : W == 16 && T <= 4 ? 4 : 2;
+    // as many sums side by side as hide each other's wait
+    constexpr int C = T == 1 ? 8 : W == 4 ? T == 2 ? 8 : 4 : W == 16 ? T <= 4 ? 4 : 2 : T <= 3 ? 4 : 2;
     int d = 0;
     for (; d + C * W <= dim; d += C * W) add_columns<V, T, C>(l, rows, count, dim, d, out);
+    for (; C == 8 && d + 4 * W <= dim; d += 4 * W) add_columns<V, T, 4>(l, rows, count, dim, d, out);
     for (; d < dim; d += W) add_columns<V, T, 1>(l, rows, count, dim, d, out);
 }
 

@@ -6,8 +6,6 @@
 namespace {
 
 #if defined(HAS_PAIRS)
-constexpr int PAIRED = W == 4 ? 4 : 1;  // rows whose sums are side by side: with one, a sum waits for itself
-
 INLINE Floats paired(const void *from) { return load((const float *)from); }  // 2 W elements
 
 // T queries as bfloat16; false where one is no such number: rounding it would move its logits.
@@ -24,25 +22,39 @@ INLINE bool narrowed(const float *q, int dim, uint16_t *to) {
     return true;
 }
 
-// Products of T queries q [T][dim] with `rows`, dim in 2 Ws: l [T][apart].
+// Products of T queries q [T][dim] with `rows`, dim in 2 Ws: l [T][apart]. D: dim, or 0. Sums of four rows are
+// in registers at a time and leave them as halves of totals.
+template <int T, int D>
+INLINE void pair_logits_of(const uint16_t *q, const char *const *rows, int ahead, int count, int dim, float *l,
+                           int apart) {
+    constexpr int N = T < 4 ? T : 4;
+    if (D) dim = D;
+    for (int t = 0; t < count; t += W)
+        for (int r = 0; r < T; r += N) {
+            Floats halves[N][W / 4];
+            UNROLL for (int i = 0; i < W / 4; i++) {
+                const char *const *own = rows + t + 4 * i;
+                UNROLL for (int j = 0; j < 4; j++)
+                    if (!r) fetch(own[j + ahead], 2 * dim);
+                Floats s[N][4] = {};
+                UNROLL for (int d = 0; d < dim; d += 2 * W)
+                    UNROLL for (int j = 0; j < 4; j++) {
+                        const Floats x = paired(own[j] + 2 * d);
+                        UNROLL for (int n = 0; n < N; n++)
+                            s[n][j] = add_pairs(s[n][j], x, paired(q + (r + n) * dim + d));
+                    }
+                UNROLL for (int n = 0; n < N; n++) halves[n][i] = four_totals(s[n]);
+            }
+            UNROLL for (int n = 0; n < N; n++) store(l + (r + n) * apart + t, join_totals(halves[n]));
+        }
+}
+
 template <int T>
 INLINE void pair_logits(const uint16_t *q, const char *const *rows, int ahead, int count, int dim, float *l,
                         int apart) {
-    for (int t = 0; t < count; t += W) {
-        Floats sums[T][W] = {};
-        for (int i = 0; i < W && t + i < count; i += PAIRED) {
-            for (int j = 0; j < PAIRED; j++) fetch(rows[t + i + j + ahead], 2 * dim);
-            Floats s[PAIRED][T] = {};
-            for (int d = 0; d < dim; d += 2 * W)
-                UNROLL for (int j = 0; j < PAIRED; j++) {
-                    const Floats x = paired(rows[t + i + j] + 2 * d);
-                    for (int r = 0; r < T; r++) s[j][r] = add_pairs(s[j][r], x, paired(q + r * dim + d));
-                }
-            for (int j = 0; j < PAIRED; j++)
-                for (int r = 0; r < T; r++) sums[r][i + j] = s[j][r];
-        }
-        for (int r = 0; r < T; r++) store(l + r * apart + t, totals(sums[r]));
-    }
+    if (dim == 64) pair_logits_of<T, 64>(q, rows, ahead, count, dim, l, apart);
+    else if (dim == 128) pair_logits_of<T, 128>(q, rows, ahead, count, dim, l, apart);
+    else pair_logits_of<T, 0>(q, rows, ahead, count, dim, l, apart);
 }
 
 // Rows one and two, 2 W elements of each: low and high get pairs of an element of both. On x86 the columns

@@ -217,34 +217,54 @@ INLINE Floats capped(Floats x, float cap) {
 #define PICK(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
 #endif
 
-// The sums of W vectors, in their order, as one vector: log2(W) rounds of two shuffles and a sum.
-INLINE Floats totals(const Floats *a) {
-    Floats t[W / 2];
+// Halfway to the sums of four vectors: vectors of 128 bits of four sums, to be joined.
+INLINE Floats four_totals(const Floats *a) {
 #if defined(__AVX512F__)
-    for (int i = 0; i < 8; i++)
-        t[i] = PICK(a[2 * i], a[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-               PICK(a[2 * i], a[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-    for (int i = 0; i < 4; i++)
-        t[i] = PICK(t[2 * i], t[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               PICK(t[2 * i], t[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    for (int i = 0; i < 2; i++)
-        t[i] = PICK(t[2 * i], t[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-               PICK(t[2 * i], t[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    return PICK(t[0], t[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           PICK(t[0], t[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    Floats t[2];
+    UNROLL for (int i = 0; i < 2; i++) {
+        const __m512 one = (__m512)a[2 * i], two = (__m512)a[2 * i + 1];
+        t[i] = (Floats)_mm512_shuffle_ps(one, two, 0x88) + (Floats)_mm512_shuffle_ps(one, two, 0xdd);
+    }
+    const __m512 one = (__m512)t[0], two = (__m512)t[1];
+    return (Floats)_mm512_shuffle_ps(one, two, 0x88) + (Floats)_mm512_shuffle_ps(one, two, 0xdd);
 #elif defined(__AVX2__)
+    const __m256 one = _mm256_hadd_ps((__m256)a[0], (__m256)a[1]), two = _mm256_hadd_ps((__m256)a[2], (__m256)a[3]);
+    return (Floats)_mm256_hadd_ps(one, two);
+#elif defined(__ARM_NEON)
+    const float32x4_t one = vpaddq_f32((float32x4_t)a[0], (float32x4_t)a[1]);
+    return (Floats)vpaddq_f32(one, vpaddq_f32((float32x4_t)a[2], (float32x4_t)a[3]));
+#else
+    Floats t = {};
     for (int i = 0; i < 4; i++)
-        t[i] = (Floats)_mm256_hadd_ps((__m256)a[2 * i], (__m256)a[2 * i + 1]);
-    for (int i = 0; i < 2; i++)
-        t[i] = (Floats)_mm256_hadd_ps((__m256)t[2 * i], (__m256)t[2 * i + 1]);
+        for (int j = 0; j < W; j++) t[j / 4 * 4 + i] += a[i][j];
+    return t;
+#endif
+}
+
+// The sums of W vectors of which fours have been summed halfway, in their order.
+INLINE Floats join_totals(const Floats *t) {
+#if defined(__AVX512F__)
+    const __m512 a = (__m512)t[0], b = (__m512)t[1], c = (__m512)t[2], d = (__m512)t[3];
+    const Floats one = (Floats)_mm512_shuffle_f32x4(a, b, 0x88) + (Floats)_mm512_shuffle_f32x4(a, b, 0xdd);
+    const Floats two = (Floats)_mm512_shuffle_f32x4(c, d, 0x88) + (Floats)_mm512_shuffle_f32x4(c, d, 0xdd);
+    return (Floats)_mm512_shuffle_f32x4((__m512)one, (__m512)two, 0x88) +
+           (Floats)_mm512_shuffle_f32x4((__m512)one, (__m512)two, 0xdd);
+#elif defined(__AVX2__)
     return PICK(t[0], t[1], 0, 1, 2, 3, 8, 9, 10, 11) + PICK(t[0], t[1], 4, 5, 6, 7, 12, 13, 14, 15);
 #elif defined(__ARM_NEON)
-    for (int i = 0; i < 2; i++) t[i] = (Floats)vpaddq_f32((float32x4_t)a[2 * i], (float32x4_t)a[2 * i + 1]);
-    return (Floats)vpaddq_f32((float32x4_t)t[0], (float32x4_t)t[1]);
-#else
-    for (int i = 0; i < W; i++) ((float *)t)[i] = total(a[i]);
     return t[0];
+#else
+    Floats found;
+    for (int i = 0; i < W; i++) found[i] = t[i / 4][i % 4] + t[i / 4][4 + i % 4];
+    return found;
 #endif
+}
+
+// The sums of W vectors, in their order, as one vector: log2(W) rounds of two shuffles and a sum.
+INLINE Floats totals(const Floats *a) {
+    Floats t[W / 4];
+    UNROLL for (int i = 0; i < W / 4; i++) t[i] = four_totals(a + 4 * i);
+    return join_totals(t);
 }
 
 #if defined(HAS_PAIRS)
