@@ -62,18 +62,18 @@ COSTS = {
     },
 }
 # our C++ kernels, which read chosen rows where they lie; beside attention that is this fast
-# choosing shows. The worst of two shapes, as above (benchmarks/results/exact/kernels-native-*)
+# choosing shows. The worst of two shapes, as above (benchmarks/results/exact/kernels-tiles-*)
 _CHOICE = CpuCosts(filter=1.3, row=1.7, choice=1_000_000)
 _PAIRS = {
-    2: replace(_CHOICE, query=0.06, kv=1.6, weight=0.14),
-    4: replace(_CHOICE, query=0.09, kv=1.2, weight=0.15),
+    2: replace(_CHOICE, query=0.13, kv=1.6, weight=0.16),
+    4: replace(_CHOICE, query=0.12, kv=1.3, weight=0.17),
 }
 NATIVE = {
     "avx2": {
-        2: replace(_CHOICE, query=0.28, kv=2.0, weight=0.35),
-        4: replace(_CHOICE, query=0.11, kv=1.7, weight=0.18),
+        2: replace(_CHOICE, query=0.39, kv=2.4, weight=0.4),
+        4: replace(_CHOICE, query=0.16, kv=1.9, weight=0.22),
     },
-    "avx512": {2: replace(_CHOICE, query=0.19, kv=1.6, weight=0.18), 4: _PAIRS[4]},
+    "avx512": {2: replace(_CHOICE, query=0.31, kv=1.7, weight=0.2), 4: _PAIRS[4]},
     "avx512_bf16": _PAIRS,
     "amx": _PAIRS,
 }
