@@ -63,7 +63,7 @@ COSTS = {
 }
 # our C++ kernels, which read chosen rows where they lie; beside attention that is this fast
 # choosing shows. The worst of two shapes, as above (benchmarks/results/exact/kernels-tiles-*)
-_CHOICE = CpuCosts(filter=1.2, row=1.4, choice=1_000_000)
+_CHOICE = CpuCosts(filter=1.3, row=1.7, choice=1_000_000)
 _PAIRS = {
     2: replace(_CHOICE, query=0.1, kv=1.6, weight=0.15),
     4: replace(_CHOICE, query=0.12, kv=1.3, weight=0.17),

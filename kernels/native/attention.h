@@ -7,6 +7,7 @@
 #include "int8_dot.h"
 #include "pairs.h"
 #include "team.h"
+#include <type_traits>
 
 namespace {
 
@@ -18,9 +19,9 @@ constexpr int MOST = 4;
 #endif
 constexpr int AHEAD = 48;   // rows between the one that is read and the one that is fetched
 
-// Products of T queries q [T][dim] with the keys `rows`: l [T][BLOCK].
+// Products of T queries q [T][dim] with the keys `rows`: l [T][BLOCK]. later: a row to fetch for each of them.
 template <class K, int T>
-INLINE void logits_of(const float *q, const char *const *rows, int count, int dim, float *l) {
+INLINE void logits_of(const float *q, const char *const *rows, const char *const *later, int count, int dim, float *l) {
     // rows whose sums are in registers: with one, a sum waits for itself
     constexpr int BESIDE = T * 4 <= (W == 8 ? 12 : 16) ? 4 : 2;
     int t = 0;
@@ -31,7 +32,7 @@ INLINE void logits_of(const float *q, const char *const *rows, int count, int di
             Floats s[T][4];
             UNROLL for (int from = 0; from < 4; from += BESIDE) {
                 UNROLL for (int j = from; j < from + BESIDE; j++) {
-                    fetch(own[j + AHEAD], dim * K::bytes);
+                    fetch(later[t + 4 * i + j], dim * K::bytes);
                     UNROLL for (int r = 0; r < T; r++) s[r][j] = Floats{};
                 }
                 for (int d = 0; d < dim; d += W)
@@ -54,10 +55,11 @@ INLINE void logits_of(const float *q, const char *const *rows, int count, int di
 
 // Adds weights l [T][BLOCK] times the values `rows` to columns d .. d + C*W - 1 of out [T][dim].
 template <class V, int T, int C>
-INLINE void add_columns(const float *l, const char *const *rows, int count, int dim, int d, float *out) {
+INLINE void add_columns(const float *l, const char *const *rows, const char *const *later, int count, int dim, int d,
+                        float *out) {
     Floats s[T][C] = {};
     for (int t = 0; t < count; t++) {
-        fetch(rows[t + AHEAD] + d * V::bytes, C * W * V::bytes);
+        fetch(later[t] + d * V::bytes, C * W * V::bytes);
         for (int c = 0; c < C; c++) {
             const Floats x = V::read(rows[t], d + c * W);
             for (int r = 0; r < T; r++) s[r][c] += x * l[r * BLOCK + t];
@@ -71,13 +73,14 @@ INLINE void add_columns(const float *l, const char *const *rows, int count, int 
 }
 
 template <class V, int T>
-INLINE void add_values(const float *l, const char *const *rows, int count, int dim, float *out) {
+INLINE void add_values(const float *l, const char *const *rows, const char *const *later, int count, int dim,
+                       float *out) {
     // as many sums side by side as hide each other's wait
     constexpr int C = T == 1 ? 8 : W == 4 ? T == 2 ? 8 : 4 : W == 16 ? T <= 4 ? 4 : 2 : T <= 3 ? 4 : 2;
     int d = 0;
-    for (; d + C * W <= dim; d += C * W) add_columns<V, T, C>(l, rows, count, dim, d, out);
-    for (; C == 8 && d + 4 * W <= dim; d += 4 * W) add_columns<V, T, 4>(l, rows, count, dim, d, out);
-    for (; d < dim; d += W) add_columns<V, T, 1>(l, rows, count, dim, d, out);
+    for (; d + C * W <= dim; d += C * W) add_columns<V, T, C>(l, rows, later, count, dim, d, out);
+    for (; C == 8 && d + 4 * W <= dim; d += 4 * W) add_columns<V, T, 4>(l, rows, later, count, dim, d, out);
+    for (; d < dim; d += W) add_columns<V, T, 1>(l, rows, later, count, dim, d, out);
 }
 
 #if defined(__AVX512VNNI__)
@@ -121,10 +124,11 @@ INLINE bool add_integer_values(const float *l, const char *const *rows, int coun
 
 #if defined(HAS_PAIRS)
 template <int T>
-INLINE bool pair_logits_of(const float *q, const char *const *rows, int count, int dim, float *l) {
+INLINE bool pair_logits_of(const float *q, const char *const *rows, const char *const *later, int count, int dim,
+                           float *l) {
     alignas(64) uint16_t narrow[T * WIDEST];
     if (dim % 32 || dim > WIDEST || !narrowed<T>(q, dim, narrow)) return false;
-    pair_logits<T>(narrow, rows, AHEAD, count, dim, l, BLOCK);
+    pair_logits<T>(narrow, rows, later, count, dim, l, BLOCK);
     return true;
 }
 #endif
@@ -148,8 +152,10 @@ struct Block {
     int first, count;
 
     Block() = default;
-    Block(const Run &run, int from, int stop)
-        : first(from), count(stop - from < BLOCK ? stop - from : BLOCK) {
+    Block(const Run &run, int from, int stop) { list(run, from, stop); }
+
+    void list(const Run &run, int from, int stop) {
+        first = from, count = stop - from < BLOCK ? stop - from : BLOCK;
         int i = 0;
         for (; i < listed(count) && from + i < run.kept; i++) {
             const long row = run.listed(from + i);
@@ -202,19 +208,24 @@ template <> struct Decoded<Int4Values> : DecodedInt8<Int4Values> {};
 // T queries attend to one block more; query r sees rows below limit[r]. logs [count] or NULL is added to
 // the rows' logits. out [T][dim] is the weighted sum so far, not divided, best and sum [T] the largest
 // logit and the sum of weights. logits [T][ahead] or NULL takes logits of all rows. out NULL: values are
-// not read.
+// not read. next: the block
+// whose rows are fetched meanwhile, NULL: this one's.
 template <class K, class V, int T>
 static void attend_tile(const float *q, const Block &block, int dim, float scale, float cap, const float *logs,
-                        const int *limit, float *out, float *best, float *sum, float *logits, long ahead) {
+                        const int *limit, float *out, float *best, float *sum, float *logits, long ahead,
+                        const Block *next = nullptr) {
     alignas(64) float l[T * BLOCK];
+    const bool theirs = next && next->count >= block.count;
+    const char *const *keys = theirs ? next->keys : block.keys + AHEAD;
+    const char *const *values = theirs ? next->values : block.values + AHEAD;
     const int count = block.count, up = (count + W - 1) / W * W;
 #if defined(HAS_INTEGERS)
     if (!K::integers || !integer_logits_of<T>(q, block.keys, block.values, count, dim, l))
 #endif
 #if defined(HAS_PAIRS)
-    if (!K::pairs || !pair_logits_of<T>(q, block.keys, count, dim, l))
+    if (!K::pairs || !pair_logits_of<T>(q, block.keys, keys, count, dim, l))
 #endif
-        logits_of<K, T>(q, block.keys, count, dim, l);
+        logits_of<K, T>(q, block.keys, keys, count, dim, l);
     alignas(64) float held[BLOCK];
     const float *scales = block.key_scales;
     if (K::scaled && !scales) {
@@ -259,9 +270,9 @@ static void attend_tile(const float *q, const Block &block, int dim, float scale
     if (V::integers && add_integer_values<T>(l, block.values, count, dim, out)) return;
 #endif
 #if defined(HAS_PAIRS)
-    if (V::pairs && dim % 32 == 0) return add_pair_values<T, BLOCK>(l, block.values, AHEAD, count, dim, out);
+    if (V::pairs && dim % 32 == 0) return add_pair_values<T, BLOCK>(l, block.values, values, count, dim, out);
 #endif
-    add_values<V, T>(l, block.values, count, dim, out);
+    add_values<V, T>(l, block.values, values, count, dim, out);
 }
 
 // Rows that a head's last query sees.
@@ -291,8 +302,13 @@ static void attend_split(const Call &c, int head, int s) {
     Decoded<V> values;
     if (c.out) memset(part, 0, sizeof(float) * rows * c.dim);
     for (int r = 0; r < rows; r++) bests[r] = -INFINITY, sums[r] = 0;
-    for (int t = first; t < stop; t += BLOCK) {
-        Block block(run, t, stop);
+    constexpr bool in_place = std::is_same<typename Decoded<K>::Rows, K>() && std::is_same<typename Decoded<V>::Rows, V>();
+    Block turns[2];
+    turns[0].list(run, first, stop);
+    for (int t = first, turn = 0; t < stop; t += BLOCK, turn ^= 1) {
+        Block &block = turns[turn];
+        const bool more = in_place && t + BLOCK < stop;
+        if (t + BLOCK < stop) turns[!turn].list(run, t + BLOCK, stop);
         block.key_scales = keys.take(block.keys, block.count, c.dim);
         if (c.out) block.value_scales = values.take(block.values, block.count, c.dim);
         const float *logs = c.logs ? c.logs + run.start + t : nullptr;
@@ -309,7 +325,8 @@ static void attend_split(const Call &c, int head, int s) {
             float *out = c.out ? part + (long)r * c.dim : nullptr, *best = bests + r, *sum = sums + r;
 #define ATTEND(T)                                                                 \
     attend_tile<typename Decoded<K>::Rows, typename Decoded<V>::Rows, T>(          \
-        q, block, c.dim, c.scale, c.cap, logs, limit, out, best, sum, logits, c.ahead)
+        q, block, c.dim, c.scale, c.cap, logs, limit, out, best, sum, logits, c.ahead,     \
+        r && more ? &turns[!turn] : nullptr)
             switch (tile) {
 #if defined(__AVX512F__)
             case 8: ATTEND(8); break;

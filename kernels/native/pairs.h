@@ -22,11 +22,11 @@ INLINE bool narrowed(const float *q, int dim, uint16_t *to) {
     return true;
 }
 
-// Products of T queries q [T][dim] with `rows`, dim in 2 Ws: l [T][apart]. D: dim, or 0. Sums of four rows are
-// in registers at a time and leave them as halves of totals.
+// Products of T queries q [T][dim] with `rows`, dim in 2 Ws: l [T][apart]. later: a row to fetch for each of them.
+// D: dim, or 0. Sums of four rows are in registers at a time and leave them as halves of totals.
 template <int T, int D>
-INLINE void pair_logits_of(const uint16_t *q, const char *const *rows, int ahead, int count, int dim, float *l,
-                           int apart) {
+INLINE void pair_logits_of(const uint16_t *q, const char *const *rows, const char *const *later, int count, int dim,
+                           float *l, int apart) {
     constexpr int N = T < 4 ? T : 4;
     if (D) dim = D;
     for (int t = 0; t < count; t += W)
@@ -34,8 +34,8 @@ INLINE void pair_logits_of(const uint16_t *q, const char *const *rows, int ahead
             Floats halves[N][W / 4];
             UNROLL for (int i = 0; i < W / 4; i++) {
                 const char *const *own = rows + t + 4 * i;
-                UNROLL for (int j = 0; j < 4; j++)
-                    if (!r) fetch(own[j + ahead], 2 * dim);
+                // as many lines of a row beside each part of the queries
+                UNROLL for (int j = 0; j < 4; j++) fetch(later[t + 4 * i + j] + 2 * dim / T * r, 2 * dim / T * N);
                 Floats s[N][4] = {};
                 UNROLL for (int d = 0; d < dim; d += 2 * W)
                     UNROLL for (int j = 0; j < 4; j++) {
@@ -50,11 +50,11 @@ INLINE void pair_logits_of(const uint16_t *q, const char *const *rows, int ahead
 }
 
 template <int T>
-INLINE void pair_logits(const uint16_t *q, const char *const *rows, int ahead, int count, int dim, float *l,
-                        int apart) {
-    if (dim == 64) pair_logits_of<T, 64>(q, rows, ahead, count, dim, l, apart);
-    else if (dim == 128) pair_logits_of<T, 128>(q, rows, ahead, count, dim, l, apart);
-    else pair_logits_of<T, 0>(q, rows, ahead, count, dim, l, apart);
+INLINE void pair_logits(const uint16_t *q, const char *const *rows, const char *const *later, int count, int dim,
+                        float *l, int apart) {
+    if (dim == 64) pair_logits_of<T, 64>(q, rows, later, count, dim, l, apart);
+    else if (dim == 128) pair_logits_of<T, 128>(q, rows, later, count, dim, l, apart);
+    else pair_logits_of<T, 0>(q, rows, later, count, dim, l, apart);
 }
 
 // Rows one and two, 2 W elements of each: low and high get pairs of an element of both. On x86 the columns
@@ -83,12 +83,12 @@ INLINE void add_together(Floats low, Floats high, float *at) {
 // Adds pairs of weights [T][apart / 2] times the values `rows` to columns d .. d + 2 W C - 1 of out: a row's
 // elements meet those of the next.
 template <int T, int C>
-INLINE void add_pair_columns(const uint32_t *weights, int apart, const char *const *rows, int ahead, int count,
-                             int dim, int d, float *out) {
+INLINE void add_pair_columns(const uint32_t *weights, int apart, const char *const *rows, const char *const *later,
+                             int count, int dim, int d, float *out) {
     Floats s[T][2 * C] = {};
     for (int t = 0; t < count; t += 2) {
-        fetch(rows[t + ahead] + 2 * d, 4 * W * C);
-        fetch(rows[t + 1 + ahead] + 2 * d, 4 * W * C);
+        fetch(later[t] + 2 * d, 4 * W * C);
+        fetch(later[t + 1] + 2 * d, 4 * W * C);
         Floats x[2 * C];
         for (int c = 0; c < C; c++) {
             const long at = 2 * (d + 2 * W * c);
@@ -106,7 +106,8 @@ INLINE void add_pair_columns(const uint32_t *weights, int apart, const char *con
 
 // Adds weights l [T][apart], zeros behind `count`, times the values `rows` to out [T][dim].
 template <int T, int apart>
-INLINE void add_pair_values(const float *l, const char *const *rows, int ahead, int count, int dim, float *out) {
+INLINE void add_pair_values(const float *l, const char *const *rows, const char *const *later, int count, int dim,
+                            float *out) {
     alignas(64) uint32_t weights[T][apart / 2];
     for (int r = 0; r < T; r++)
         for (int i = 0; i < count; i += W)
@@ -114,8 +115,8 @@ INLINE void add_pair_values(const float *l, const char *const *rows, int ahead, 
     constexpr int C = W == 4 && T <= 2 ? 4 : T <= 4 ? 2 : 1;
     int d = 0;
     for (; d + 2 * W * C <= dim; d += 2 * W * C)
-        add_pair_columns<T, C>(weights[0], apart, rows, ahead, count, dim, d, out);
-    for (; d < dim; d += 2 * W) add_pair_columns<T, 1>(weights[0], apart, rows, ahead, count, dim, d, out);
+        add_pair_columns<T, C>(weights[0], apart, rows, later, count, dim, d, out);
+    for (; d < dim; d += 2 * W) add_pair_columns<T, 1>(weights[0], apart, rows, later, count, dim, d, out);
 }
 #endif
 

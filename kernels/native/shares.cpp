@@ -32,7 +32,7 @@ void logits_with(const Shares &c, const char *marks, const float *q, float *l) {
         const int count = first + BLOCK < c.count ? BLOCK : c.count - first;
         for (int i = 0; i < listed(count); i++)
             rows[i] = marks + (long)(first + i < c.count ? first + i : c.count - 1) * c.mark_row;
-        logits_of<K, T>(q, rows, count, c.dim, some);
+        logits_of<K, T>(q, rows, rows + AHEAD, count, c.dim, some);
         for (int r = 0; r < T; r++)
             memcpy(l + (long)r * c.count + first, some + r * BLOCK, sizeof(float) * count);
     }
@@ -294,7 +294,7 @@ void take_codes(const uint8_t *codes, const float *scores, float least, int equa
 
 template <int T>
 INLINE void code_logits(const Coded &c, const char *const *rows, const float *q, float *l) {
-    logits_of<Float32, T>(q, rows, c.sums, c.dim, l);
+    logits_of<Float32, T>(q, rows, rows + AHEAD, c.sums, c.dim, l);
 }
 
 struct CodeRoom {  // what a head needs of memory, in floats
