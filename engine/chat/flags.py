@@ -19,9 +19,6 @@ ONE_PROCESS = (
     "cache",
     "calibrate",
     "forever",
-    "exact",
-    "watch",
-    "exact_below",
 )
 MAX_TOKENS = 1024  # default bound of an answer in the chat; the library's 64 is for programs
 EPILOG = """With -p the program answers once and ends (-i stays in the chat), with -f it reads the

@@ -10,11 +10,16 @@ So whatever is sampled is sampled from full attention's logits, in the order and
 the plain loop. Greedy or seeded, the text is Full()'s; without a seed, so is the distribution.
 Nothing is committed before it is fed. An interrupt, a truncate or a closed stream leaves rows
 beyond the session's length, which nobody reads.
+
+Of a model that several ranks hold, rank 0 alone has a sampler. It says how many tokens are drafted
+and which they are; each other rank takes the same steps, and hears every token after its step.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +32,7 @@ from engine.forward.graphs import GraphedStep
 from engine.methods.base import Method
 from engine.methods.exact import MOST_DRAFTS, Exact, ExactRuntime, Kept
 from engine.methods.window_recompute import WindowRecompute
+from engine.model.share.divide import whole_of
 from engine.plan.exact_costs import ExactCosts
 from engine.plan.layers import LayerPlan
 from engine.runner.recompute.runner import RecomputeRunner
@@ -86,7 +92,7 @@ class ExactRunner(StepRunner):
         self._verify_steps: dict[int, GraphedStep] = {}
         placement = bank.placement
         self._costs = ExactCosts.of(
-            loaded.config,
+            whole_of(loaded.config),
             plan,
             bank.dtype.itemsize,
             loaded.device.type,
@@ -183,35 +189,55 @@ class ExactRunner(StepRunner):
     def _draft(self, n: int) -> tuple[list[int], DraftLength, float]:
         """(drafts of what follows the n-th token, who made them, what the cycle costs)."""
         dense = self.dense_runtime.rows_read(n)
-        none: tuple[list[int], DraftLength, float]
-        none = [], self._by_drafter, self._costs.full(dense)
-        sampler = self._session.sampler
-        if sampler is None:
-            return none
-        most = min(MOST_DRAFTS, self._session.limit - n, sampler.left)
-        if most < 1:
-            return none
-        own, kept = self._draft_rows(n)
-        early = self._method.early_exit > 0
-        first, later = self._costs.draft(own, True), self._costs.draft(kept, early)
 
         def copied(d: int) -> float:
             return self._costs.full(dense, d + 1)
 
         def drafted(d: int) -> float:
-            return copied(d) + (first + later * (d - 1) if d else 0.0)
+            if not d:
+                return copied(d)
+            own, kept = self._draft_rows(n)
+            early = self._method.early_exit > 0
+            first, later = self._costs.draft(own, True), self._costs.draft(kept, early)
+            return copied(d) + first + later * (d - 1)
 
+        count, found = self._agreed(*self._wanted(n, copied, drafted))
+        if found:
+            return found, self._by_lookup, copied(len(found))
+        if not count:
+            return [], self._by_drafter, self._costs.full(dense)
+        drafts = self._guess(n, count)
+        return drafts, self._by_drafter, drafted(len(drafts))
+
+    def _wanted(
+        self, n: int, copied: Callable[[int], float], drafted: Callable[[int], float]
+    ) -> tuple[int, list[int]]:
+        """(how many tokens to guess, or 0; what occurred before, to be tried in their place).
+        copied(d), drafted(d): what a cycle of d drafts costs.
+        """
+        sampler = self._session.sampler
+        if sampler is None:
+            return 0, []
+        most = min(MOST_DRAFTS, self._session.limit - n, sampler.left)
+        if most < 1:
+            return 0, []
         found = self._copied(most)
         count = self._by_drafter.choose(most, drafted)
         if found:
             copies = self._by_lookup.choose(len(found), copied)
             paid = self._by_lookup.gain(copies, copied)
             if copies and paid >= self._by_drafter.gain(count, drafted):
-                return found[:copies], self._by_lookup, copied(copies)
-        if not count:
-            return none
-        drafts = self._guess(n, count)
-        return drafts, self._by_drafter, drafted(len(drafts))
+                return 0, found[:copies]
+        return count, []
+
+    def _agreed(self, count: int, found: list[int]) -> tuple[int, list[int]]:
+        """What rank 0 wants, on every rank."""
+        peers = self._loaded.peers
+        if peers is None:
+            return count, found
+        rest = [0] * (MOST_DRAFTS - len(found))
+        count, copies, *tokens = peers.said(count, len(found), *found, *rest)[0]
+        return count, tokens[:copies]
 
     def _draft_rows(self, n: int) -> tuple[list[int], list[int]]:
         """Rows that the first draft step reads after n tokens, and a later one, by layer."""
@@ -235,10 +261,9 @@ class ExactRunner(StepRunner):
         ends.
         """
         sampler, bank = self._session.sampler, self.bank
-        assert sampler is not None
         drafts: list[int] = []
         ends, token, step = self._loaded.end_token_ids, self._fed, self._own_draft
-        with sampler.drafting() as guess:
+        with nullcontext() if sampler is None else sampler.drafting() as guess:
             for m in range(n, n + count):
                 if not self._has_room(m):
                     break
@@ -248,9 +273,8 @@ class ExactRunner(StepRunner):
                 if step is self._own_draft and not self._method.early_exit:
                     self._kept.tail_start.copy_(self._drafter.tail_start(self.at(m)))
                     step = self._kept_draft
-                try:
-                    token = guess(logits)
-                except EngineError:  # no finite logits: full attention's decide what to say
+                token = self._guessed(guess, logits)
+                if token < 0:
                     break
                 drafts.append(token)
                 if token in ends:
@@ -261,13 +285,26 @@ class ExactRunner(StepRunner):
         bank.before_step(n)
         return drafts
 
+    def _guessed(self, guess: Callable[[torch.Tensor], int] | None, logits: torch.Tensor) -> int:
+        """The token that `guess` takes by logits [vocab], on every rank; -1: it takes none."""
+        token = -1
+        if guess is not None:
+            try:
+                token = guess(logits)
+            except EngineError:  # no finite logits: full attention's decide what to say
+                pass
+        peers = self._loaded.peers
+        return token if peers is None else peers.said(token)[0][0]
+
     def _has_room(self, m: int) -> bool:
-        """Prepare the bank for a step that makes it m tokens long, if memory allows."""
+        """Prepare the bank for a step that makes it m tokens long, if all memory allows."""
+        room = True
         try:
             self.bank.before_step(m)
         except OutOfHostMemory:
-            return False
-        return True
+            room = False
+        peers = self._loaded.peers
+        return room if peers is None else all(own for (own,) in peers.said(room))
 
     # ---------------------------------------------------------------- verifying
 

@@ -24,11 +24,11 @@ class PromptScores:
     def __init__(self, model: Llama, token_ids: Sequence[int], top: int = 0) -> None:
         self.token_ids = list(token_ids)
         count, vocab = len(self.token_ids), model.config.vocab_size
-        self._model, self._top = model, min(top, vocab)
+        self._model, self.top = model, min(top, vocab)
         self._rows = max(1, SLICE // vocab)
         self._own = torch.zeros(count, dtype=torch.float32)
-        self._likeliest = torch.zeros(count, self._top, dtype=torch.int32)
-        self._theirs = torch.zeros(count, self._top, dtype=torch.float32)
+        self._likeliest = torch.zeros(count, self.top, dtype=torch.int32)
+        self._theirs = torch.zeros(count, self.top, dtype=torch.float32)
 
     def take(self, x: torch.Tensor, start: int) -> None:
         """Take the last layer's output x [1, C, hidden] of tokens start .. start+C-1, each of which
@@ -45,7 +45,7 @@ class PromptScores:
         ids = torch.tensor(self.token_ids[where], device=logits.device)
         total = torch.logsumexp(logits, -1, keepdim=True)
         self._own[where] = (logits.gather(1, ids[:, None]) - total)[:, 0].cpu()
-        best = torch.topk(logits, self._top)
+        best = torch.topk(logits, self.top)
         self._likeliest[where] = best.indices.int().cpu()
         self._theirs[where] = (best.values - total).cpu()
         require_finite(float(self._own[where].sum() + self._theirs[where].sum()))

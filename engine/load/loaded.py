@@ -41,8 +41,9 @@ class Loaded:
     few_bits: their bytes where that is of few bits; weights_digest: of the weights as they were
     read. host_tier: the host memory of its sessions. lock: one request at a time. learnt: what
     methods have found in a sample that the model read, by name (engine/runner/sample/text.py).
-    across, lead: of a model that several processes hold (engine/ranks/): what chooses by the heads
-    of all, and on rank 0 what has the others make each call; None: of one process.
+    across, over_heads, peers, lead: of a model that several processes hold (engine/ranks/): what
+    chooses by the heads of all, what gives a number [H] of every query head for those of own heads,
+    the group of all ranks, and on rank 0 what has the others make each call; None: of one process.
     """
 
     name: str
@@ -61,6 +62,8 @@ class Loaded:
     lock: RequestLock
     learnt: dict[str, dict[int, Any]] = field(default_factory=dict)
     across: Callable[..., None] | None = None
+    over_heads: Callable[[torch.Tensor], torch.Tensor] | None = None
+    peers: Any = None
     lead: Any = None
 
     @classmethod

@@ -21,6 +21,7 @@ from engine.methods.base import Method, scratch_shape
 from engine.model.config.config import ModelConfig
 from engine.model.config.latent import OPENED_ROWS, Latent
 from engine.model.low_bits import FewBits
+from engine.model.share.divide import whole_of
 from engine.plan.free_memory import HEADROOM, free_bytes
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import MOST_WINDOW, STORES, NearKeys, Needs
@@ -566,7 +567,7 @@ def plan_at(
         max_context=context,
         largest_context=largest,
         chunk=context if needs.one_chunk else min(chunk, context),
-        dense_below=method.dense_below_tokens(layers, config, size, device.type, context),
+        dense_below=method.dense_below_tokens(layers, whole_of(config), size, device.type, context),
         items=search.items(context, placement),
         free=found.bytes,
         free_name=found.name,

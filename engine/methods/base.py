@@ -212,8 +212,8 @@ class Setup:
     backend: kernel backend ("auto", "reference", "cpu", "triton"); scratch: buffers of the kernels;
     softmax: what is particular in every layer's; marks: gives the ids of special tokens and of
     punctuation, None where a session has no tokenizer; sample: reads a sample, None where there is
-    no model; across: select_topk over the heads of all ranks (engine/ranks/merge.py), None: of
-    one process.
+    no model; across: select_topk over the heads of all ranks (engine/ranks/merge.py); over_heads:
+    gives a number of every query head for those of a rank's own; None: of one process.
     """
 
     config: ModelConfig
@@ -228,6 +228,7 @@ class Setup:
     marks: Callable[[], tuple[Collection[int], Collection[int]]] | None = None
     sample: Sample | None = None
     across: Callable[..., None] | None = None
+    over_heads: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @classmethod
     def of(

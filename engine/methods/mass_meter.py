@@ -68,7 +68,8 @@ class MassMeter:
         read = torch.cat([chosen, tail])
         values = floats(step.bank.listed(layer, read)[1][0])
         by_chance, rest = torch.isin(read, drawn), start - len(chosen) + len(drawn)
-        return float(sampling_error(weights[:, read], values, by_chance, rest).median())
+        errors = sampling_error(weights[:, read], values, by_chance, rest)
+        return float(self._of_all_heads(errors).median())
 
     def _weights(self, layer: int, q: torch.Tensor, step: Step, n: int) -> torch.Tensor:
         """The newest query's attention to n rows, float32 [H, n]."""
@@ -92,7 +93,12 @@ class MassMeter:
             kept = weights.gather(1, chosen.clamp(min=0)).masked_fill(chosen < 0, 0.0).sum(-1)
         else:
             kept = weights[:, chosen].sum(-1)
-        return float((kept + weights[:, start:].sum(-1)).mean())
+        return float(self._of_all_heads(kept + weights[:, start:].sum(-1)).mean())
+
+    def _of_all_heads(self, found: torch.Tensor) -> torch.Tensor:
+        """A number of each query head [H], those of other ranks' heads included."""
+        over_heads = self.inner.setup.over_heads
+        return found if over_heads is None else over_heads(found)
 
 
 def sampling_error(

@@ -92,6 +92,20 @@ class Ranks:
         self._wait(self._group.allgather([list(out.unbind(0))], [x]))
         return out
 
+    def said(self, *numbers: int) -> list[list[int]]:
+        """What each rank says, in the order of ranks; all say as many numbers, int64."""
+        found: list[list[int]] = self.gathered(torch.tensor(numbers, dtype=torch.int64)).tolist()
+        return found
+
+    def texts(self, text: str) -> list[str]:
+        """A text of each rank, in the order of ranks."""
+        own = text.encode("utf-8", "replace")
+        sizes = [size for (size,) in self.said(len(own))]
+        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        padded[: len(own)] = torch.tensor(list(own), dtype=torch.uint8)
+        rows = self.gathered(padded)
+        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes)]
+
     def follow_calls(self) -> None:
         """From now on the ranks meet inside `together` alone: what one of them computes beside it
         would wait for the others for ever.

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from engine.base.errors import SettingError
 from engine.methods.base import Method
+from engine.methods.exact import Exact
 
 # each head by itself, or by positions alone
 OWN_HEADS = (
@@ -54,6 +55,25 @@ OWN_HEADS = (
     "sparq",
     "streaming_llm",
     "tidaldecode",
+    "window",
+    "window_recompute",
+    "xattention",
+)
+# of those, the ones that look at each query head by itself, or at positions: they run too where
+# several ranks hold a K/V head and divide its query heads
+EACH_QUERY = (
+    "brutal_offload",
+    "full",
+    "lm_infinite",
+    "longformer",
+    "minference",
+    "omnikv_newest",
+    "omnikv_random",
+    "oracle_topk",
+    "pod_untrained",
+    "random_topk",
+    "sirllm",
+    "streaming_llm",
     "window",
     "window_recompute",
     "xattention",
@@ -139,22 +159,35 @@ SETTINGS: dict[str, Callable[[Method], str]] = {
 }
 
 
-def why_not(method: Method) -> str:
-    """Why ranks cannot run a method with these settings; "" where they can."""
+def why_not(method: Method, halved: bool = False) -> str:
+    """Why ranks cannot run a method with these settings; "" where they can. halved: whether several
+    ranks hold a K/V head and divide its query heads.
+    """
+    if isinstance(method, Exact):
+        return why_not(method.method, halved)
     name = method.name
     if name in REFUSED:
         return REFUSED[name]
     if name not in (*OWN_HEADS, *MERGED):
         return "has not been tried over several ranks"
+    if halved and name not in MERGED and (name not in EACH_QUERY or _by_group(method)):
+        return "looks at all query heads of a K/V head, which ranks beyond the K/V heads divide"
     return SETTINGS[name](method) if name in SETTINGS else ""
 
 
-def require_method(method: Method, ranks: int, selection: str = "global") -> None:
+def _by_group(method: Method) -> bool:
+    return getattr(method, "granularity", "") == "kv_head"
+
+
+def require_method(
+    method: Method, ranks: int, selection: str = "global", halved: bool = False
+) -> None:
     """Raise SettingError for a method that ranks cannot run. selection: "per_rank" lets a method of
-    MERGED choose by each rank's own heads, whatever its selector.
+    MERGED choose by each rank's own heads, whatever its selector. halved: as of `why_not`.
     """
-    why = why_not(method)
-    if why and not (selection == "per_rank" and method.name in MERGED):
+    why = why_not(method, halved)
+    chooses = method.method if isinstance(method, Exact) else method
+    if why and not (selection == "per_rank" and chooses.name in MERGED):
         raise SettingError(
             f"method: found {method.name} with {ranks} ranks, but it {why} (docs/PARALLEL.md)"
         )

@@ -18,7 +18,7 @@ from engine.methods.base import Method
 from engine.model.config.config import ModelConfig
 from engine.model.low_bits import OnTheWay
 from engine.model.share.cut import added_once
-from engine.model.share.divide import share_of, vocab_of
+from engine.model.share.divide import heads_of, share_of, vocab_of, whole_of
 from engine.model.tensors import targets
 from engine.ranks.group import Ranks
 from engine.ranks.joined import joined
@@ -53,6 +53,7 @@ class ShareLLM(LLM):
                 f"selection: found {selection!r}, expected one of {', '.join(SELECTIONS)}"
             )
         self.place, self.selection = place, selection
+        self._halved = False
         self._ranks: Ranks | None = None
         if (method := settings.get("method")) is not None:
             self._require(method)
@@ -60,6 +61,7 @@ class ShareLLM(LLM):
         self._require_here()
 
     def _own(self, config: ModelConfig) -> ModelConfig:
+        self._halved = self.place[1] > config.num_kv_heads
         return share_of(config, *self.place)
 
     def _require_here(self) -> None:
@@ -117,18 +119,27 @@ class ShareLLM(LLM):
         def beside(x: torch.Tensor) -> torch.Tensor:
             return ranks.beside(x, parts)
 
+        whole = whole_of(self.config)
+        split = heads_of(whole.num_heads, whole.num_kv_heads, ranks.size)
+        heads = tuple(own for own, _ in split)
+
+        def over_heads(x: torch.Tensor) -> torch.Tensor:
+            return ranks.beside(x, heads)
+
         model = joined(loaded.model, ranks.add, beside)
         self.loaded = replace(
             loaded,
             model=model,
             halves=StepForms(model, loaded.rotary, loaded.pieces, self.options.step),
             across=Merge(ranks, self.selection == "per_rank").select,
+            over_heads=over_heads,
+            peers=ranks,
         )
         return self.loaded
 
     def _require(self, method: Method) -> None:
         """Raise SettingError for a method that these ranks cannot run."""
-        require_method(method, self.place[1], self.selection)
+        require_method(method, self.place[1], self.selection, self._halved)
 
     def session(
         self,

@@ -24,6 +24,7 @@ from engine.forward.prompt_layer import prompt_pieces
 from engine.load.loaded import Loaded
 from engine.methods.base import Method, Setup
 from engine.methods.full import Full
+from engine.model.share.divide import whole_of
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
 from engine.runner.sample.text import sampled
@@ -82,6 +83,7 @@ class StepRunner:
             sinks=model.sinks,
         )
         setup = replace(setup, sample=partial(sampled, loaded, backend), across=loaded.across)
+        setup = replace(setup, over_heads=loaded.over_heads)
         if loaded.tokenizer is not None:
             setup = replace(setup, marks=loaded.tokenizer.marks)
         self.fused = isinstance(self.halves, FusedLayer)
@@ -93,8 +95,9 @@ class StepRunner:
         self.initial = self.runtime.state()
         self.dense_runtime = full.runtime(replace(setup, plan=full.plan(config)))
         self.scratch_bytes = sum(t.nbytes for t in vars(setup.scratch).values())
+        # of the whole model: ranks hold shares of several sizes, and all take the same steps
         self.dense_below = method.dense_below_tokens(
-            plan, config, dtype.itemsize, device.type, capacity
+            plan, whole_of(config), dtype.itemsize, device.type, capacity
         )
         self._partial = bool(plan.partial_layers)
         # a method that stages whole layers starts copies, whatever its layers read

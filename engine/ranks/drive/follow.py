@@ -15,21 +15,32 @@ from typing import Any
 
 from engine.base.errors import RankLost
 from engine.base.figures import first_line
+from engine.forward.scores import PromptScores
 from engine.ranks.drive.followers import GRACE
 from engine.ranks.group import Ranks
 from engine.session.session import Session
 from engine.session.switch import switch
 
+
+def _prefill(
+    session: Session, scores: tuple[list[int], int] | None = None, **arguments: Any
+) -> Any:
+    """Read a prompt. scores: rank 0 scores these ids, with so many alternatives to each."""
+    every = None if scores is None else PromptScores(session.loaded.model, *scores).take
+    return session.prefill(**arguments, every=every)
+
+
 CALLS: dict[str, Callable[..., Any]] = {
-    "prefill": Session.prefill,
+    "prefill": _prefill,
     "decode": Session.decode,
     "with_logits": Session.refresh_logits,
     "step": Session.step,
     "cut": Session.truncate,
     "switch": switch,
     "fork": Session.fork,
+    "check": Session.check,
 }
-GATED = ("prefill", "with_logits", "switch")
+GATED = ("prefill", "with_logits", "switch", "check")
 Opens = Callable[..., Session]  # makes a session with settings, on this rank
 
 
@@ -93,12 +104,13 @@ class Follower:
                 sessions.pop(rest[0]).close()
             if kind != "call":
                 continue
-            serial, name, number, arguments = rest
+            serial, name, number, arguments, watch = rest
             try:
                 with ranks.together():
                     if name == "open":
                         made = opens(**arguments)
                     else:
+                        sessions[number].watch_with(watch)
                         more = {"progress": self._gate} if name in GATED else {}
                         made = CALLS[name](sessions[number], **arguments, **more)
                 if name in ("open", "fork"):

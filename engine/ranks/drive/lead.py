@@ -9,16 +9,17 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from engine.base.checks import listed_ids
 from engine.base.errors import RankLost, SettingError
+from engine.forward.scores import PromptScores
 from engine.methods.base import Method
 from engine.ranks.drive.followers import GONE, GRACE, Followers
 from engine.ranks.drive.signals import Deferred
 from engine.ranks.group import Ranks
 from engine.runner.state import SessionState
 
-# calls that look at all heads, or write what one process holds
+# calls that write what one process holds
 ONE_PROCESS = {
-    "check": "check: the comparison of full and sparse attention",
     "save_session": "save: a file of a session",
     "adopt": "adopt: rows that others made",
 }
@@ -38,7 +39,7 @@ class Lead:
 
     def open(self, make: Callable[[], SessionState], **settings: Any) -> Any:
         """Make a session on every rank, with the same settings."""
-        session = self._together("open", None, (settings,), make)
+        session = self._together("open", None, (settings, None), make)
         self._number(session)
         return session
 
@@ -65,20 +66,21 @@ class Lead:
         with session.loaded.busy():
             bound = inspect.signature(call).bind(session, *given, **named)
             arguments = dict(list(bound.arguments.items())[1:])
-            _require_shared(call.__name__, session, arguments.pop("every", None) is not None)
+            _require_shared(call.__name__)
             if call.__name__ == "switch":
                 self._require(arguments["method"])
+            if "token_ids" in arguments:
+                arguments["token_ids"] = listed_ids(arguments["token_ids"])
             progress = arguments.pop("progress", None)
-            number = self._numbers[session]
+            told = call.__name__, self._numbers[session], (_shared(arguments), session.watch)
             if "progress" not in inspect.signature(call).parameters:
-                told = call.__name__, number, (arguments,)
                 return self._ended(call, self._together(*told, lambda: call(session, **arguments)))
             gate = _Gate(self._followers, progress)
 
             def gated() -> Any:
                 return call(session, **arguments, progress=gate)
 
-            return self._together(call.__name__, number, (arguments,), gated, gate)
+            return self._together(*told, gated, gate)
 
     def _ended(self, call: Callable[..., Any], result: Any) -> Any:
         if call.__name__ == "fork":
@@ -138,14 +140,25 @@ class Lead:
         return error
 
 
-def _require_shared(name: str, session: SessionState, scores: bool) -> None:
+def _require_shared(name: str) -> None:
     """Raise SettingError for a call that one process alone can make (docs/PARALLEL.md)."""
-    what = ONE_PROCESS.get(name, "")
-    what = "score: log probabilities of a prompt" if scores else what
-    if session.watch is not None:
-        what = "watch: a running estimate of the attention kept"
-    if what:
+    if what := ONE_PROCESS.get(name, ""):
         raise SettingError(f"{what}: works on one process; leave --ranks and --numa out")
+
+
+def _shared(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call as the other ranks hear of them: who takes the scores of a prompt
+    needs logits, which all ranks multiply. Raises SettingError for another who takes outputs.
+    """
+    told = {name: value for name, value in arguments.items() if name != "every"}
+    if (every := arguments.get("every")) is None:
+        return told
+    scores = getattr(every, "__self__", None)
+    if not isinstance(scores, PromptScores):
+        raise SettingError(
+            f"every: found {every!r}, expected PromptScores.take: ranks know of no other outputs"
+        )
+    return {**told, "scores": (scores.token_ids, scores.top)}
 
 
 class _Gate:

@@ -11,8 +11,9 @@ import time
 import pytest
 import torch
 
-from engine import LLM, OmniKV, RankedLLM, SamplingParams
+from engine import LLM, Exact, Full, OmniKV, RankedLLM, SamplingParams
 from engine.base.errors import RankLost, SettingError
+from engine.methods.mass_meter import Watch
 from tests.builders import POCKET, ROOT
 
 METHOD = OmniKV(tokens=64, dense_below=0)
@@ -67,6 +68,63 @@ def test_one_driver_generates_goes_back_and_forks(one, pair):
         assert float((session.decode(8) - alone.decode(8)).abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize("draft, sampled", [("auto", False), (4, False), (3, True), (7, True)])
+def test_exact_mode_writes_one_process_s_text(one, pair, draft, sampled):
+    method = Exact(METHOD, draft=draft)
+    heat = dict(temperature=0.8, seed=3) if sampled else {}
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **heat)
+    found = []
+    for llm, how in ((one, Full()), (one, method), (pair, method)):
+        with llm.session(method=how) as session:
+            text = [p.token_id for p in session.generate(ids_of(200), params)]
+            session.truncate(len(session) - 3)
+            more = [p.token_id for p in session.generate([7, 8, 9], params)]
+            stats = session.stats
+            found.append((text, more, (stats.cycles, stats.drafted, stats.accepted)))
+    assert found[0][:2] == found[1][:2] == found[2][:2]
+    assert found[1][2] == found[2][2]
+    _, drafted, accepted = found[2][2]
+    assert draft == "auto" or 0 < accepted <= drafted
+    assert not sampled or accepted < drafted  # some of which were wrong
+
+
+def test_a_prompt_is_scored_as_by_one_process(one, pair):
+    want, found = (llm.score(ids_of(150), 3) for llm in (one, pair))
+    assert found.logprobs[0] is None
+    assert found.logprobs[1:] == pytest.approx(want.logprobs[1:], abs=1e-4)
+    assert [[t for t, _ in place] for place in found.top_logprobs] == [
+        [t for t, _ in place] for place in want.top_logprobs
+    ]
+    with pair.session() as session, pytest.raises(SettingError, match="every: found"):
+        session.prefill(ids_of(5), every=lambda x, start: None)
+
+
+@pytest.mark.parametrize("below", [None, 0.999])
+def test_checks_and_watches_see_the_heads_of_all_ranks(one, pair, below):
+    reports, watches = [], []
+    for llm in (one, pair):
+        watch = Watch(every=3, exact_below=below)
+        with llm.session(method=OmniKV(tokens=8, tail=64, dense_below=0)) as session:
+            session.watch_with(watch)
+            session.prefill(ids_of(280))
+            for token in ids_of(8):
+                logits = session.decode(token)
+            reports.append(session.check(6))
+            assert torch.equal(session.last_logits, logits)
+            with session.fork() as other:  # goes on with a watch of its own
+                other.decode(5)
+                assert other.watch.steps == 9
+        watches.append(watch)
+    want, found = reports
+    for a, b in zip(want.steps, found.steps, strict=True):
+        assert (a.full_token, a.sparse_token) == (b.full_token, b.sparse_token)
+        assert b.kl == pytest.approx(a.kl, abs=1e-5) and b.mass == pytest.approx(a.mass, abs=1e-5)
+        assert any(0 < kept < 0.999 for kept in b.mass.values())
+    assert watches[1].mass == pytest.approx(watches[0].mass, abs=1e-5)
+    assert watches[1].exact_steps == watches[0].exact_steps
+    assert (watches[1].exact_steps > 0) == (below is not None)
+
+
 class Enough(Exception):
     """What a progress callback raises."""
 
@@ -118,8 +176,6 @@ def test_what_one_process_alone_can_do_is_refused_in_a_line(pair, tmp_path):
             lambda: pair.batch(),
             lambda: pair.restore(tmp_path / "a.omnikv"),
             lambda: session.save(tmp_path / "a.omnikv"),
-            lambda: session.check(2),
-            lambda: pair.score(ids_of(5)),
             lambda: pair.model.logits(torch.zeros(1, pair.config.hidden_size)),
         ):
             with pytest.raises(SettingError, match="one process"):
@@ -160,7 +216,7 @@ def test_a_rank_that_dies_ends_the_model_with_its_name():
         (["--ranks", "2", "--numa", "2"], "--ranks: found beside --numa"),
         (["--ranks", "1"], "--ranks: found '1', expected a number from 2 to 64"),
         (["--numa", "some"], "--numa: found 'some'"),
-        (["--ranks", "2", "--exact"], "--exact: works on one process"),
+        (["--ranks", "2", "--forever"], "--forever: works on one process"),
         (["--numa", "2", "--session", "x"], "--session: works on one process; leave it or --numa"),
     ],
 )

@@ -100,6 +100,37 @@ def test_ranks_beyond_the_kv_heads_hold_some_twice(folder, one, ranks):
     assert {llm.config.num_kv_heads for llm in together.llms} == {1}
 
 
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "quest", "omnikv_heads", "fastgen"])
+def test_methods_that_choose_by_a_group_are_refused_where_ranks_divide_it(folder, pair, name):
+    (method,) = settings_of(name)
+    pair.llms[0].session(method=method).close()
+    with pytest.raises(SettingError, match="with 4 ranks, but it looks at all query heads of a"):
+        Together(folder, 4, method=method, **SETTINGS)
+
+
+def test_methods_that_look_at_a_query_head_run_where_ranks_divide_a_group(folder, one):
+    many = Together(folder, 4, method=Full(), **SETTINGS)
+    for name in ("streaming_llm", "sirllm"):
+        (method,) = settings_of(name)
+        same(many.each(answered, method, 150, 3), answered(one, method, 150, 3), False)
+
+
+def test_uneven_shares_turn_sparse_at_the_same_length(tmp_path):
+    """Three K/V heads over two ranks are one and two: own byte counts would differ."""
+    sizes = dict(num_attention_heads=9, num_key_value_heads=3, hidden_size=72)
+    folder = model_folder(tmp_path, **sizes)
+    given = {**SETTINGS, "method": OmniKV(filter_layers=(1, 4), tokens=20)}
+    together = Together(folder, 2, **given)
+    turns = [llm.session().runner.dense_below for llm in together.llms]
+    assert turns == [LLM(folder, **given).session().runner.dense_below] * 2
+    plans = [llm.plan().dense_below for llm in together.llms]
+    assert plans == turns
+    shares = [llm.config for llm in together.llms]
+    method, layers = together.llms[0].resolve_method(given["method"])
+    own = [method.dense_below_tokens(layers, config, 4, "cpu", 512) for config in shares]
+    assert own[0] != own[1]  # what it would be by each share
+
+
 def test_each_rank_may_choose_by_its_own_heads(folder, one):
     together = Together(folder, 2, "per_rank", method=OmniKV(**SPARSE), **SETTINGS)
     found = together.each(answered, None)
@@ -202,7 +233,7 @@ def test_every_method_runs_or_is_refused():
     [
         (OmniKV(**SPARSE, selector="uniform"), "use selector='last'"),
         (OmniKV(**SPARSE, prefill_ratio=8), "chooses for prompts"),
-        (Exact(OmniKV(**SPARSE)), "has not been tried"),
+        (Exact(OmniKV(**SPARSE, selector="uniform")), "use selector='last'"),
         *(
             (row.neutral, "ranks, but it")
             for row in ROWS
