@@ -18,6 +18,7 @@ from engine.ranks.drive.lead import Lead
 from engine.ranks.drive.meeting import Meeting
 from engine.ranks.place import Place, nodes, started
 from engine.ranks.share_llm import ShareLLM
+from engine.saved.session_file import Progress as SaveProgress
 from engine.session.session import Session
 from weights.checkpoint import LoadProgress
 
@@ -123,6 +124,8 @@ class RankedLLM(ShareLLM):
         if method is not None:
             self._require(method)
         assert self._lead is not None
+        if self._lead.inside:  # a call that opens one, on every rank
+            return super().session(method, max_context, offload)
 
         def make() -> Session:
             return super(RankedLLM, self).session(method, max_context, offload)
@@ -133,9 +136,25 @@ class RankedLLM(ShareLLM):
         """Raises SettingError: several sessions in one step are one process's."""
         raise SettingError(f"batch: works on one process, found {self.place[1]} ranks")
 
-    def restore(self, *given: Any, **named: Any) -> Any:
-        """Raises SettingError: a file holds the rows of one process."""
-        raise SettingError(f"restore: works on one process, found {self.place[1]} ranks")
+    def restore(
+        self,
+        path: str | Path,
+        max_context: int | None = None,
+        offload: str | None = None,
+        tokens: int | None = None,
+        progress: SaveProgress | None = None,
+    ) -> tuple[Session, Any]:
+        """As LLM, of a session that as many ranks have saved."""
+        self.load()
+        assert self._lead is not None
+        given = dict(max_context=max_context, offload=offload, tokens=tokens)
+
+        def make() -> tuple[Session, Any]:
+            return super(RankedLLM, self).restore(path, **given, progress=progress)
+
+        where = str(Path(path).absolute())
+        found: tuple[Session, Any] = self._lead.open(make, "restore", path=where, **given)
+        return found
 
     @property
     def places(self) -> list[Place]:

@@ -70,6 +70,7 @@ class Writer:
     ) -> None:
         self.path, self._plan, self._facts, self._durable = path, list(plan), dict(facts), durable
         self._digests: list[str] = []
+        self.digest = ""  # as Reader's, once it is written
         self._part = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
 
     def __enter__(self) -> Writer:
@@ -122,7 +123,8 @@ class Writer:
 
     def _header(self, digests: list[str]) -> bytes:
         blank = _header(self._plan, self._facts, digests, BLANK)
-        return _header(self._plan, self._facts, digests, hashlib.sha256(blank).hexdigest())
+        self.digest = hashlib.sha256(blank).hexdigest()
+        return _header(self._plan, self._facts, digests, self.digest)
 
 
 def _header(plan: Plan, facts: Mapping[str, Any], digests: list[str], own: str) -> bytes:
@@ -159,11 +161,12 @@ class Reader:
     """An open file whose header is valid. Raises SavedFileError, one line, if the file is no
     session, truncated or altered.
 
-    facts: what the file says of itself. tensors: {name: Entry}. Threads may read tensors together.
+    facts: what the file says of itself. tensors: {name: Entry}. digest: of the header, and so of
+    every byte. Threads may read tensors together.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.digest = path, ""
         # one reads at a time, in the order of the file, while others hash
         self._turn = threading.Lock()
         try:
@@ -217,6 +220,7 @@ class Reader:
             if len(own) != 64 or hashlib.sha256(blank).hexdigest() != own:
                 raise self.damaged("its header is damaged (checksum)")
             tensors = _entries(header, digests, self.size - 8 - length)
+            self.digest = own
             return json.loads(facts), tensors, 8 + length
         except SavedFileError:
             raise
@@ -287,11 +291,12 @@ def remove_leftovers(path: Path) -> None:
     folder, pattern = (path, ".*.part") if path.is_dir() else (path.parent, f".{path.name}.*.part")
     for part in folder.glob(pattern):
         pid = part.name.removesuffix(".part").rpartition(".")[2].partition("-")[0]
-        if pid.isdigit() and int(pid) != os.getpid() and not _runs(int(pid)):
+        if pid.isdigit() and int(pid) != os.getpid() and not runs(int(pid)):
             part.unlink(missing_ok=True)
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
+    """Whether a process of this number runs."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -5,12 +5,17 @@ savepoints with their logits, which tokens were read and which a step wrote, the
 state, and what the program adds. It names the model that made it (engine/saved/model_key.py). Of a
 session that forgets the state is the store, with positions and rows, and there are no others. A
 store that stands beside a bank is not saved.
+
+Of a model that ranks hold, each has such a file of its share (engine/saved/shares.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +31,7 @@ from engine.methods.base import Method
 from engine.methods.exact import Exact
 from engine.methods.registry import make
 from engine.runner.history import Savepoint
+from engine.runner.ranks.agreed import agreed
 from engine.runner.ranks.led import led
 from engine.runner.rewind import cut, replay
 from engine.runner.rollback import exclusive
@@ -42,6 +48,7 @@ from engine.saved.rows import (
     write_piece,
     write_windows,
 )
+from engine.saved.shares import number_of, open_share, remove_shares, save_shares
 from engine.saved.states import states, write_states
 from engine.saved.values import decode, encode
 
@@ -95,27 +102,38 @@ def save_session(
 ) -> None:
     """Write a session to `path` (see Session.save)."""
     callables(progress=progress)
-    path = Path(path)
-    tensors: list[torch.Tensor] = []
-    with exclusive(session.loaded):
+    path, loaded = Path(path), session.loaded
+    with exclusive(loaded):
         if session.bank.forgets:
             replay(session)
         require_savable(session)
-        facts = _facts(session, extra, tensors)
-        bank = session.bank
-        total = 0 if bank.forgets else len(session)  # of whose rows there are pieces
-        plan = [(f"value.{i}", t.dtype, tuple(t.shape)) for i, t in enumerate(tensors)]
-        plan += [
-            (f"rows.{number}", bank.dtype, piece_shape(bank, stop - first))
-            for number, (first, stop) in enumerate(spans(total))
-        ]
-        with Writer(path, plan, facts) as writer:
-            for i, tensor in enumerate(tensors):
-                writer.write(f"value.{i}", tensor)
-            for number, piece in pieces(bank, total):
-                writer.write(f"rows.{number}", piece)
-                if progress is not None:
-                    progress(min(total, (number + 1) * PIECE), total)
+        if loaded.peers is not None:
+            write = partial(_write, session, extra=extra, progress=progress)
+            save_shares(loaded, path, len(session), write)
+            return
+        before = number_of(path)
+        _write(session, path, extra, progress)
+        remove_shares(path, before)
+
+
+def _write(session: SessionState, path: Path, extra: Any, progress: Progress | None) -> str:
+    """Write what this process holds of a session; the file's digest."""
+    tensors: list[torch.Tensor] = []
+    facts, bank = _facts(session, extra, tensors), session.bank
+    total = 0 if bank.forgets else len(session)  # of whose rows there are pieces
+    plan = [(f"value.{i}", t.dtype, tuple(t.shape)) for i, t in enumerate(tensors)]
+    plan += [
+        (f"rows.{number}", bank.dtype, piece_shape(bank, stop - first))
+        for number, (first, stop) in enumerate(spans(total))
+    ]
+    with Writer(path, plan, facts) as writer:
+        for i, tensor in enumerate(tensors):
+            writer.write(f"value.{i}", tensor)
+        for number, piece in pieces(bank, total):
+            writer.write(f"rows.{number}", piece)
+            if progress is not None:
+                progress(min(total, (number + 1) * PIECE), total)
+    return writer.digest
 
 
 def _facts(session: SessionState, extra: Any, tensors: list[torch.Tensor]) -> dict[str, Any]:
@@ -145,7 +163,9 @@ def _facts(session: SessionState, extra: Any, tensors: list[torch.Tensor]) -> di
         more = encode(extra, tensors)
     except TypeError as error:
         raise SettingError(f"extra: {error}") from error
+    peers = session.loaded.peers
     return {
+        **({} if peers is None else {"share": [peers.rank, peers.size]}),
         "version": VERSION,
         "model": model_key(session.loaded),
         "tokens": len(session),
@@ -183,25 +203,11 @@ def restore_session(
 ) -> tuple[S, Any]:
     """(session, extra) of a file that `save_session` wrote (see LLM.restore)."""
     callables(progress=progress)
-    with Reader(Path(path)) as reader:
-        facts = _checked_facts(reader, loaded)
-        values: dict[int, torch.Tensor] = {}
-
-        def value(i: int) -> torch.Tensor:
-            if i not in values:
-                values[i] = reader.load(f"value.{i}", VALUE_BYTES)
-            return values[i]
-
-        try:
-            state, extra = decode(facts["state"], value), decode(facts["extra"], value)
-            ids = _ids(state, loaded.config.vocab_size)
-            method = _rebuilt(*state["method"])
-            if len(ids) != facts["tokens"]:
-                raise ValueError("tokens")
-        except SavedFileError:
-            raise
-        except (EngineError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise reader.damaged("its description makes no session") from None
+    with ExitStack() as closing:
+        with agreed(loaded):
+            reader = closing.enter_context(open_share(Path(path), loaded))
+            state, extra, ids, method = _described_in(reader, loaded)
+        _require_alike(reader, loaded, state, ids)
         wanted = len(ids) if tokens is None else tokens
         if not 0 <= wanted <= len(ids):
             raise SettingError(f"tokens: found {tokens}, expected 0 to {len(ids)} (those saved)")
@@ -213,11 +219,64 @@ def restore_session(
                     f"of {len(ids):,} tokens; load it with forever=True (--forever)"
                 )
             session.require_room(wanted)
-            _fill(session, reader, ids, state, wanted, progress)
+            with agreed(loaded):
+                _fill(session, reader, ids, state, wanted, progress)
+            if wanted < len(ids):
+                cut(session, wanted)
         except BaseException:
             session.close()
             raise
     return session, extra
+
+
+def _described_in(
+    reader: Reader, loaded: Loaded
+) -> tuple[dict[str, Any], Any, list[int] | NewestTokens, Method]:
+    """(state, extra, token ids, method) of a file."""
+    facts = _checked_facts(reader, loaded)
+    values: dict[int, torch.Tensor] = {}
+
+    def value(i: int) -> torch.Tensor:
+        if i not in values:
+            values[i] = reader.load(f"value.{i}", VALUE_BYTES)
+        return values[i]
+
+    try:
+        state, extra = decode(facts["state"], value), decode(facts["extra"], value)
+        ids = _ids(state, loaded.config.vocab_size)
+        method = _rebuilt(*state["method"])
+        if len(ids) != facts["tokens"]:
+            raise ValueError("tokens")
+    except SavedFileError:
+        raise
+    except (EngineError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise reader.damaged("its description makes no session") from None
+    return state, extra, ids, method
+
+
+def _require_alike(
+    reader: Reader, loaded: Loaded, state: dict[str, Any], ids: list[int] | NewestTokens
+) -> None:
+    """Raise SavedFileError where the files of the ranks are of sessions that would go on
+    differently: every rank would wait for what the others do not do.
+    """
+    if loaded.peers is None:
+        return
+    try:
+        points = [
+            (start, length, held is None, logits is None, bool(open_))
+            for start, length, held, logits, open_ in state["savepoints"]
+        ]
+        none = [name for name, value in state.items() if value is None]
+        rest = state["ring"], sorted(state["kept"]), state["origins"], state["method"]
+        outline = repr((list(ids), points, none, *rest))
+    except (TypeError, ValueError, KeyError):
+        outline = ""  # it makes no session, as its rank will say
+    if len(set(loaded.peers.texts(hashlib.sha256(outline.encode()).hexdigest()))) > 1:
+        raise SavedFileError(
+            f"{reader.path}: the files of its ranks are of different sessions; delete them and "
+            "read the text again"
+        )
 
 
 def _ids(state: dict[str, Any], vocab_size: int) -> list[int] | NewestTokens:
@@ -269,7 +328,7 @@ def _fill(
     wanted: int,
     progress: Progress | None,
 ) -> None:
-    """Load the file into an empty session, then truncate it to `wanted` tokens."""
+    """Load the file into an empty session: of rows, those of the first `wanted` tokens."""
     bank, ring = session.bank, session.query_ring
     with exclusive(session.loaded):
         held = [] if bank.forgets else [s for s in spans(len(ids)) if s[0] < wanted]
@@ -291,8 +350,6 @@ def _fill(
             session.learn(_logits(session, state["last_logits"]))
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, IndexError):
             raise reader.damaged("its description makes no session") from None
-    if wanted < len(ids):
-        cut(session, wanted)
 
 
 def _read_rows(

@@ -17,6 +17,7 @@ PROGRAMS = (
     "exact.cli",
     "forgetting",
     "heavy_channels",
+    "own_heads",
     "pocket.filters",
     "pocket.train",
     "prefill.block_recall",

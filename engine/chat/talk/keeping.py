@@ -7,6 +7,7 @@ from pathlib import Path
 from engine.base.errors import ContextTooLong, SavedFileError, UsageError
 from engine.base.figures import count, human
 from engine.chat.talk.chat import Chat
+from engine.saved.shares import saved_bytes
 
 
 def named(rest: str, command: str) -> Path:
@@ -23,7 +24,7 @@ def save(chat: Chat, path: Path) -> None:
     conversation = chat.conversation
     conversation.session.save(path, conversation.state())
     chat.display.line(
-        f"{path}: {count(len(conversation.session))} saved, {human(path.stat().st_size)}"
+        f"{path}: {count(len(conversation.session))} saved, {human(saved_bytes(path))}"
     )
 
 

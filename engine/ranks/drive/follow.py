@@ -39,9 +39,10 @@ CALLS: dict[str, Callable[..., Any]] = {
     "switch": switch,
     "fork": Session.fork,
     "check": Session.check,
+    "save_session": Session.save,
 }
 GATED = ("prefill", "with_logits", "switch", "check")
-Opens = Callable[..., Session]  # makes a session with settings, on this rank
+Opens = dict[str, Callable[..., Session]]  # makes a session with settings, on this rank
 
 
 class Stopped(BaseException):
@@ -107,13 +108,13 @@ class Follower:
             serial, name, number, arguments, watch = rest
             try:
                 with ranks.together():
-                    if name == "open":
-                        made = opens(**arguments)
+                    if name in opens:
+                        made = opens[name](**arguments)
                     else:
                         sessions[number].watch_with(watch)
                         more = {"progress": self._gate} if name in GATED else {}
                         made = CALLS[name](sessions[number], **arguments, **more)
-                if name in ("open", "fork"):
+                if name in opens or name == "fork":
                     sessions[count] = made
                     count += 1
             except Stopped:

@@ -40,7 +40,8 @@ def follow(place: Place) -> int:
         return 1
     follower.say("ready", 0, "")
 
-    def opens(**given: Any) -> Session:
-        return llm.session(**given)
+    def restored(**given: Any) -> Session:
+        session, _ = llm.restore(**given)
+        return session
 
-    return follower.run(ranks, opens)
+    return follower.run(ranks, {"open": llm.session, "restore": restored})

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,11 +19,14 @@ from engine.ranks.drive.signals import Deferred
 from engine.ranks.group import Ranks
 from engine.runner.state import SessionState
 
-# calls that write what one process holds
+# calls that take what one process holds
 ONE_PROCESS = {
-    "save_session": "save: a file of a session",
     "adopt": "adopt: rows that others made",
 }
+
+
+# calls whose progress is rank 0's: ranks agree at their ends (engine/runner/ranks/agreed.py)
+UNGATED = ("save_session",)
 
 
 class Lead:
@@ -37,11 +41,18 @@ class Lead:
         self._numbers: WeakKeyDictionary[SessionState, int] = WeakKeyDictionary()
         self._count, self._serial, self._inside = 0, 0, False
 
-    def open(self, make: Callable[[], SessionState], **settings: Any) -> Any:
-        """Make a session on every rank, with the same settings."""
-        session = self._together("open", None, (settings, None), make)
-        self._number(session)
-        return session
+    @property
+    def inside(self) -> bool:
+        """Whether all ranks make a call now, each by itself."""
+        return self._inside
+
+    def open(self, make: Callable[[], Any], name: str = "open", **settings: Any) -> Any:
+        """Make a session on every rank, with the same settings: what `make` returns, a session or
+        (session, more). name: "open" or "restore".
+        """
+        made = self._together(name, None, (settings, None), make)
+        self._number(made[0] if isinstance(made, tuple) else made)
+        return made
 
     def _number(self, session: SessionState) -> None:
         """Number a session as every other rank does."""
@@ -73,7 +84,9 @@ class Lead:
                 arguments["token_ids"] = listed_ids(arguments["token_ids"])
             progress = arguments.pop("progress", None)
             told = call.__name__, self._numbers[session], (_shared(arguments), session.watch)
-            if "progress" not in inspect.signature(call).parameters:
+            if call.__name__ in UNGATED:
+                arguments["progress"] = progress
+            if call.__name__ in UNGATED or "progress" not in inspect.signature(call).parameters:
                 return self._ended(call, self._together(*told, lambda: call(session, **arguments)))
             gate = _Gate(self._followers, progress)
 
@@ -148,9 +161,13 @@ def _require_shared(name: str) -> None:
 
 def _shared(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call as the other ranks hear of them: who takes the scores of a prompt
-    needs logits, which all ranks multiply. Raises SettingError for another who takes outputs.
+    needs logits, which all ranks multiply, and what a program adds to a file is rank 0's. Raises
+    SettingError for another who takes outputs.
     """
-    told = {name: value for name, value in arguments.items() if name != "every"}
+    own = ("every", "extra")
+    told = {name: value for name, value in arguments.items() if name not in own}
+    if "path" in told:
+        told["path"] = str(Path(told["path"]).absolute())
     if (every := arguments.get("every")) is None:
         return told
     scores = getattr(every, "__self__", None)

@@ -3,6 +3,9 @@ an end in one line where one dies.
 """
 
 import os
+import random
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -12,8 +15,9 @@ import pytest
 import torch
 
 from engine import LLM, Exact, Full, OmniKV, RankedLLM, SamplingParams
-from engine.base.errors import RankLost, SettingError
+from engine.base.errors import RankLost, SavedFileError, SettingError
 from engine.methods.mass_meter import Watch
+from engine.saved.container import Writer
 from tests.builders import POCKET, ROOT
 
 METHOD = OmniKV(tokens=64, dense_below=0)
@@ -125,6 +129,129 @@ def test_checks_and_watches_see_the_heads_of_all_ranks(one, pair, below):
     assert (watches[1].exact_steps > 0) == (below is not None)
 
 
+def names(folder):
+    return sorted(re.sub(r"\d+-[0-9a-f]{16}", "N", path.name) for path in folder.iterdir())
+
+
+WHOLE = ["a", "a.N.rank0", "a.N.rank1"]
+
+
+def logits_of(llm, path):
+    """The logits behind a token more of a session in a file."""
+    with llm.restore(path)[0] as session:
+        return session.decode(9)
+
+
+@pytest.mark.parametrize("method", [METHOD, Exact(METHOD, draft=3), Full()], ids=lambda m: m.name)
+def test_a_saved_session_goes_on_to_the_bit(pair, tmp_path, method):
+    path = tmp_path / "a"
+    for length in (1, 255, 257):
+        with pair.session(method=method) as session:
+            session.prefill(ids_of(length))
+            session.decode(5)
+            session.save(path, {"made": length})
+            want = session.decode(9)
+            other, extra = pair.restore(path)
+            with other:
+                assert (other.ids, extra) == (session.ids[:-1], {"made": length})
+                assert other.method == session.method
+                assert torch.equal(other.decode(9), want)
+            session.truncate(length // 2 + 1)
+            want = session.decode(8)
+            with pair.restore(path, tokens=length // 2 + 1, offload="host")[0] as other:
+                assert torch.allclose(other.decode(8), want, atol=1e-5)
+        assert names(tmp_path) == WHOLE  # none is left of the save before
+
+
+def test_a_session_of_another_split_is_refused_by_both(one, pair, tmp_path):
+    with one.session() as alone, pair.session() as session:
+        for each, name in ((alone, "one"), (session, "a")):
+            each.prefill(ids_of(40))
+            each.save(tmp_path / name)
+        with pytest.raises(SavedFileError, match="by one process, found 2 ranks by heads; leave"):
+            pair.restore(tmp_path / "one")
+        with pytest.raises(SavedFileError, match="by 2 ranks by heads, found one p.* --ranks 2,"):
+            one.restore(tmp_path / "a")
+        (share,) = tmp_path.glob("a.*.rank1")
+        for llm in (one, pair):
+            with pytest.raises(SavedFileError, match="found one rank's part of a session"):
+                llm.restore(share)
+        three = dict(version=1, split="heads", ranks=3, save="1-" + "0" * 16, digests=["x"] * 3)
+        with Writer(tmp_path / "three", [], three):
+            pass
+        with pytest.raises(SavedFileError, match="by 3 ranks by heads, found 2 r.* --ranks 3"):
+            pair.restore(tmp_path / "three")
+        alone.save(tmp_path / "a")  # over the ranks' save: their files go
+        assert names(tmp_path) == ["a", "one", "three"]
+        session.decode(5)
+
+
+def test_damaged_files_of_ranks_are_refused_in_a_line(pair, tmp_path):
+    path, draw = tmp_path / "a", random.Random(3)
+    with pair.session() as session:
+        session.prefill(ids_of(300))
+        session.save(path)
+        earlier = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+        for name, data in earlier.items():
+            for _ in range(4):
+                changed = bytearray(data)
+                changed[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+                (tmp_path / name).write_bytes(draw.choice([changed, data[: len(data) // 2], b""]))
+                with pytest.raises(SavedFileError) as refused:
+                    pair.restore(path)
+                assert "\n" not in str(refused.value)
+            (tmp_path / name).unlink()
+            with pytest.raises(SavedFileError, match="cannot be read"):
+                pair.restore(path)
+            (tmp_path / name).write_bytes(data)
+        assert logits_of(pair, path).equal(session.decode(9))
+        session.save(path)  # a rank's file of another save under a name of this one's
+        old, new = (
+            next(n for n in some if n.endswith("1")) for some in (earlier, names_of(tmp_path))
+        )
+        (tmp_path / new).write_bytes(earlier[old])
+        with pytest.raises(SavedFileError, match="it is of another save than a names"):
+            pair.restore(path)
+        facts = dict(version=1, split="heads", ranks=2, digests=["x"] * 2)
+        for hostile in ("../../etc/passwd", "1-" + "0" * 15, 7, None):
+            with Writer(path, [], {**facts, "save": hostile}):
+                pass
+            with pytest.raises(SavedFileError, match="it names no files of ranks"):
+                pair.restore(path)
+        session.decode(5)
+
+
+def names_of(folder):
+    return [path.name for path in folder.iterdir()]
+
+
+def test_a_save_that_one_rank_cannot_write_leaves_the_one_before(pair, tmp_path):
+    path = tmp_path / "a"
+    process = pair._meeting._followers._processes[0]
+    with pair.session() as session:
+        session.prefill(ids_of(100))
+        session.save(path)
+        before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+        session.prefill(ids_of(200))
+        unlimited = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (10_000, unlimited[1]))
+        try:
+            with pytest.raises(SavedFileError, match="rank1: cannot be written: File too large"):
+                session.save(path)
+        finally:
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, unlimited)
+
+        def stop(done, total):
+            raise Enough
+
+        with pytest.raises(Enough):
+            session.save(path, progress=stop)
+        assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+        session.save(path)
+        assert names(tmp_path) == WHOLE
+        assert logits_of(pair, path).equal(session.decode(9))
+
+
 class Enough(Exception):
     """What a progress callback raises."""
 
@@ -174,8 +301,6 @@ def test_what_one_process_alone_can_do_is_refused_in_a_line(pair, tmp_path):
         session.prefill(ids_of(40))
         for work in (
             lambda: pair.batch(),
-            lambda: pair.restore(tmp_path / "a.omnikv"),
-            lambda: session.save(tmp_path / "a.omnikv"),
             lambda: pair.model.logits(torch.zeros(1, pair.config.hidden_size)),
         ):
             with pytest.raises(SettingError, match="one process"):
@@ -217,7 +342,7 @@ def test_a_rank_that_dies_ends_the_model_with_its_name():
         (["--ranks", "1"], "--ranks: found '1', expected a number from 2 to 64"),
         (["--numa", "some"], "--numa: found 'some'"),
         (["--ranks", "2", "--forever"], "--forever: works on one process"),
-        (["--numa", "2", "--session", "x"], "--session: works on one process; leave it or --numa"),
+        (["--numa", "2", "--cache", "x"], "--cache: works on one process; leave it or --numa"),
     ],
 )
 def test_wrong_flags_are_said_in_a_line(flags, said):
