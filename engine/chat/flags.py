@@ -15,7 +15,6 @@ from weights.aliases import table
 MOST_RANKS = 64
 # flags that one process alone takes
 ONE_PROCESS = (
-    "cache",
     "calibrate",
     "forever",
 )

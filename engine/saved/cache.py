@@ -8,6 +8,10 @@ and budget; those of a prompt that was read otherwise have their own, or, like t
 answer, none, and are not kept. Two processes that write the same name write the same rows, up to
 the rounding of other chunks, threads and devices. A block that is damaged is removed and its tokens
 are read again. Only whole blocks are kept.
+
+Of a model that several ranks hold, each keeps blocks of its own rows. The model that a first parent
+stands for is then a rank's share of it, so their names hold the split, and a prompt goes on from
+the tokens that all ranks have found.
 """
 
 from __future__ import annotations
@@ -17,10 +21,10 @@ import json
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +34,8 @@ from engine.load.loaded import Loaded
 from engine.load.planner import Planner
 from engine.methods.base import Method
 from engine.runner.prefill import adopt
+from engine.runner.ranks.agreed import agreed, least
+from engine.runner.ranks.led import led
 from engine.runner.rollback import exclusive
 from engine.runner.state import SessionState
 from engine.saved.container import Reader, Writer, remove_leftovers
@@ -112,6 +118,7 @@ class _Wanted:
 
     def __init__(self, session: SessionState, ids: Sequence[int]) -> None:
         self.held, self.total, self.chunk = len(session), len(ids), session.planner.chunk
+        self.ids = ids
         self._session, self.blocks, needs = session, list[Block](), session.runtime.needs
         self.origins = RowOrigins(session.origins.of(0, self.held))
         self.origins.add(self.held, self._planned(self.held))
@@ -177,6 +184,10 @@ class BlockCache:
             why = f"{planner.method.name} frees rows (with forget=False it keeps them all)"
         return f"--cache {self.folder}: nothing is kept or found, because {why}" if why else ""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The same folder and limit for another process, which announces nothing."""
+        return _same, (self.folder.absolute(), self.limit)
+
     def path(self, name: str) -> Path:
         """Return the path of a block."""
         return self.folder / name[:2] / (name + SUFFIX)
@@ -190,41 +201,59 @@ class BlockCache:
         and hold what reading the rest of `ids` would write; return how many tokens it holds then.
         The last token of `ids` is left to be read.
         """
-        held = len(session)
-        if session.ids != list(ids[:held]):
+        return filled(session, self, list(ids), progress)
+
+    def _filled(self, session: SessionState, ids: list[int], progress: Progress | None) -> int:
+        held, loaded = len(session), session.loaded
+        if session.ids != ids[:held]:
             return held
         wanted = _Wanted(session, ids)
         found = held // PIECE
         while found < len(wanted.blocks) and self.path(wanted.blocks[found].name).is_file():
             found += 1
-        stop, begun, done = wanted.goes_on_from(found * PIECE), held // PIECE, held
+        stop, begun = wanted.goes_on_from(least(loaded, found) * PIECE), held // PIECE
         starts = range(begun * PIECE, stop, PIECE) if stop > held else ()
         spans = [(first, first + PIECE) for first in starts]
-
-        def read(number: int, piece: torch.Tensor) -> None:
-            first, stop = spans[number]
-            self._read(wanted.blocks[begun + number], ids[first:stop], piece)
-
-        with exclusive(session.loaded):
+        with exclusive(loaded):
             try:
-                with read_ahead(session.bank, spans, read) as pieces:
-                    for first, stop in spans:
-                        piece = self._found(pieces, wanted.blocks[first // PIECE].name)
-                        if piece is None:
-                            break
-                        write_piece(session.bank, piece, first, max(0, done - first))
-                        done = stop
-                        if progress is not None:
-                            progress(done, len(ids))
-                if wanted.goes_on_from(done) < done:  # a block was damaged
-                    done = wanted.goes_on_from(done)
+                with agreed(loaded):
+                    done = self._brought(session, wanted, spans, progress)
+                done = wanted.goes_on_from(least(loaded, done))
+                if done < stop:  # a block was damaged
                     session.bank.rewind(done)
             except BaseException:
                 session.bank.rewind(held, broken=True)
                 raise
         if done > held:
-            adopt(session, list(ids[:done]), wanted.origins.of(0, done))
+            adopt(session, ids[:done], wanted.origins.of(0, done))
             self._touch([block.name for block in wanted.blocks[: done // PIECE]])
+        return done
+
+    def _brought(
+        self,
+        session: SessionState,
+        wanted: _Wanted,
+        spans: list[tuple[int, int]],
+        progress: Progress | None,
+    ) -> int:
+        """Bring the rows of these spans to a session's bank, up to one that is damaged or gone; how
+        many tokens it holds then.
+        """
+        ids, begun, done = wanted.ids, wanted.held // PIECE, wanted.held
+
+        def read(number: int, piece: torch.Tensor) -> None:
+            first, stop = spans[number]
+            self._read(wanted.blocks[begun + number], ids[first:stop], piece)
+
+        with read_ahead(session.bank, spans, read) as pieces:
+            for first, stop in spans:
+                piece = self._found(pieces, wanted.blocks[first // PIECE].name)
+                if piece is None:
+                    break
+                write_piece(session.bank, piece, first, max(0, done - first))
+                done = stop
+                if progress is not None:
+                    progress(done, len(ids))
         return done
 
     def _read(self, block: Block, tokens: Sequence[int], piece: torch.Tensor) -> None:
@@ -266,9 +295,27 @@ class BlockCache:
         return sum(1 for _ in self.storing(session))
 
     def storing(self, session: SessionState) -> Iterator[None]:
-        """As `store`, one block after the other."""
+        """As `store`, one block after the other; of a model that ranks hold, all at once."""
         if unfit(session.planner) or session.bank.lacks:
             return
+        if session.loaded.peers is not None:
+            yield from [None] * stored(session, self)
+            return
+        if (yield from self._writing(session)):
+            self._shrink()
+
+    def _stored(self, session: SessionState) -> int:
+        """Write a rank's blocks of a session that are not here yet; how many rank 0 has written."""
+        written, loaded = 0, session.loaded
+        with agreed(loaded):
+            written = sum(1 for _ in self._writing(session))
+        of_ranks = [count for (count,) in loaded.peers.said(written)]
+        if loaded.peers.rank == 0 and any(of_ranks):
+            self._shrink()
+        return of_ranks[0]
+
+    def _writing(self, session: SessionState) -> Generator[None, None, int]:
+        """Write what is not here yet, one block after the other; how many those were."""
         written, blocks = 0, _blocks(session.loaded, session.ids, session.origins)
         for number, block in enumerate(blocks):
             if self.path(block.name).is_file():
@@ -281,7 +328,7 @@ class BlockCache:
             yield
         if written:
             self._touch([block.name for block in blocks])
-            self._shrink()
+        return written
 
     def _write(self, session: SessionState, block: Block, first: int) -> bool:
         bank, path = session.bank, self.path(block.name)
@@ -314,6 +361,27 @@ class BlockCache:
                 break
             _remove(path)
             total -= size
+
+
+def _same(folder: Path, limit: int) -> BlockCache:
+    """The cache of a folder that is there."""
+    cache = BlockCache.__new__(BlockCache)
+    cache.folder, cache.limit, cache.announce = folder, limit, lambda line: None
+    return cache
+
+
+@led
+def filled(
+    session: SessionState, cache: BlockCache, ids: list[int], progress: Progress | None = None
+) -> int:
+    """As BlockCache.fill, on every rank of a model."""
+    return cache._filled(session, ids, progress)
+
+
+@led
+def stored(session: SessionState, cache: BlockCache) -> int:
+    """As BlockCache.store, on every rank of a model."""
+    return cache._stored(session)
 
 
 def _remove(path: Path) -> None:

@@ -18,6 +18,7 @@ from engine.base.figures import first_line
 from engine.forward.scores import PromptScores
 from engine.ranks.drive.followers import GRACE
 from engine.ranks.group import Ranks
+from engine.saved.cache import filled, stored
 from engine.session.session import Session
 from engine.session.switch import switch
 
@@ -40,6 +41,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "fork": Session.fork,
     "check": Session.check,
     "save_session": Session.save,
+    "filled": filled,
+    "stored": stored,
 }
 GATED = ("prefill", "with_logits", "switch", "check")
 Opens = dict[str, Callable[..., Session]]  # makes a session with settings, on this rank

@@ -26,7 +26,7 @@ ONE_PROCESS = {
 
 
 # calls whose progress is rank 0's: ranks agree at their ends (engine/runner/ranks/agreed.py)
-UNGATED = ("save_session",)
+UNGATED = ("save_session", "filled")
 
 
 class Lead:

@@ -1,4 +1,6 @@
-"""Work that each rank does by itself, with files of its own: all of it is done, or none."""
+"""Work that each rank does by itself, with files of its own: all of it is done, or none. And what
+they have found there, as one number.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +34,9 @@ def agreed(loaded: Loaded) -> Iterator[None]:
         raise own
     for line in filter(None, lines):
         raise SavedFileError(line)
+
+
+def least(loaded: Loaded, number: int) -> int:
+    """The least of the ranks' numbers; of one process, its own."""
+    peers = loaded.peers
+    return number if peers is None else min(own for (own,) in peers.said(number))

@@ -17,11 +17,12 @@ import torch
 from engine import LLM, Exact, Full, OmniKV, RankedLLM, SamplingParams
 from engine.base.errors import RankLost, SavedFileError, SettingError
 from engine.methods.mass_meter import Watch
+from engine.saved.cache import BlockCache
 from engine.saved.container import Writer
 from tests.builders import POCKET, ROOT
 
 METHOD = OmniKV(tokens=64, dense_below=0)
-SETTINGS = dict(max_context=512, chunk=64, dtype="float32", device="cpu", threads=1, method=METHOD)
+SETTINGS = dict(max_context=1024, chunk=64, dtype="float32", device="cpu", threads=1, method=METHOD)
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +253,48 @@ def test_a_save_that_one_rank_cannot_write_leaves_the_one_before(pair, tmp_path)
         assert logits_of(pair, path).equal(session.decode(9))
 
 
+def test_blocks_of_ranks_serve_their_own_split(one, pair, tmp_path):
+    prompt, lines = ids_of(1000)[:700], []
+    blocks = {}
+    for name, llm in (("one", one), ("pair", pair)):
+        cache = BlockCache(tmp_path / name, announce=lines.append)
+        with llm.session() as session:
+            session.prefill(prompt)
+            want = session.decode(9)
+            assert cache.store(session) == 2 and cache.store(session) == 0
+        with llm.session() as session:
+            assert cache.fill(session, prompt) == 512
+            session.prefill(prompt[512:])
+            assert torch.equal(session.decode(9), want)
+        blocks[name] = {path.name: path for path in (tmp_path / name).glob("*/*")}
+    assert [len(found) for found in blocks.values()] == [2, 4]
+    assert not blocks["one"].keys() & blocks["pair"].keys()
+
+    def stop(done, total):
+        raise Enough
+
+    with pair.session() as session:
+        session.prefill(prompt[:50])
+        with pytest.raises(Enough):
+            cache.fill(session, prompt, stop)
+        assert len(session) == 50
+        for path in blocks["pair"].values():  # a block that any rank lacks is one that all read
+            data = path.read_bytes()
+            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+            with session.fork() as other:
+                assert cache.fill(other, prompt) in (50, 256)
+            path.write_bytes(data)
+        assert cache.fill(session, prompt) == 512
+        session.prefill(prompt[512:])
+        assert torch.allclose(session.decode(9), want, atol=1e-5)
+        small = BlockCache(tmp_path / "pair", limit=1)
+        assert small.store(session) == 0
+        session.truncate(700)  # the row of a sparse step has no name
+        session.prefill(ids_of(100))
+        assert small.store(session) == 1
+        assert not list((tmp_path / "pair").glob("*/*"))
+
+
 class Enough(Exception):
     """What a progress callback raises."""
 
@@ -342,7 +385,7 @@ def test_a_rank_that_dies_ends_the_model_with_its_name():
         (["--ranks", "1"], "--ranks: found '1', expected a number from 2 to 64"),
         (["--numa", "some"], "--numa: found 'some'"),
         (["--ranks", "2", "--forever"], "--forever: works on one process"),
-        (["--numa", "2", "--cache", "x"], "--cache: works on one process; leave it or --numa"),
+        (["--numa", "2", "--forever"], "--forever: works on one process; leave it or --numa"),
     ],
 )
 def test_wrong_flags_are_said_in_a_line(flags, said):
