@@ -9,41 +9,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from functools import partial
-from typing import NamedTuple
-
-import torch
 
 from engine.base.checks import checked_ids, found, integer
 from engine.base.errors import SessionClosed, SettingError
 from engine.batch.chunking import ChunkBudget, WaitForTurn, prefill_in_chunks
 from engine.batch.scheduler import Scheduler, Task, Work
-from engine.batch.step import BatchedStep
+from engine.batch.stepping import Fed, Stepped, Stepping
 from engine.forward.prefill import Outputs
 from engine.load.loaded import Loaded
 from engine.load.planner import Planner
 from engine.methods.base import Method
-from engine.runner.extend import with_logits
-from engine.runner.rewind import replay
-from engine.runner.rollback import exclusive, rewound_on_error, roll_back
+from engine.runner.extend import caught_up
 from engine.runner.state import CLOSED_LINE, SessionState
-from engine.runner.step import DecodeStep
 from engine.sampling.params import SamplingParams
 from engine.session.generate import written
 from engine.session.results import GenerationStats, Piece
 from engine.session.session import Session, open_session
 
-Stepped = dict[SessionState, torch.Tensor | Exception]
-
 MOST_SLOTS = 256
-
-
-class _Fed(NamedTuple):
-    """A token for the next step of a session that holds `length` tokens."""
-
-    token_id: int | None
-    length: int
 
 
 class Batch:
@@ -62,8 +47,8 @@ class Batch:
         self.loaded, self.planner, self.slots = loaded, planner, slots
         self.chunk_budget = ChunkBudget(planner.chunk, pause)
         self._sessions: list[Session] = []
-        self._fed: dict[SessionState, _Fed] = {}
-        self._step = BatchedStep()
+        self._fed: dict[SessionState, Fed] = {}
+        self._stepping = Stepping(loaded)
         self.scheduler = Scheduler(self.feed, self.take_back, self.step)
         self._pieces: deque[tuple[Session, Piece | Exception]] = deque()
 
@@ -78,7 +63,7 @@ class Batch:
         for session in self.sessions:
             self.stop(session)
             session.close()
-        self._step.forget(set())
+        self._stepping.forget(set())
 
     @property
     def sessions(self) -> list[Session]:
@@ -102,7 +87,10 @@ class Batch:
                 f"batch: found {self.slots} open sessions, expected a free slot of slots="
                 f"{self.slots}; close a session, or make the batch with more"
             )
-        session = open_session(self.loaded, self.planner, method, max_context, offload)
+        given = dict(method=method, max_context=max_context, offload=offload)
+        opens = partial(open_session, self.loaded, self.planner, **given)
+        lead = self.loaded.lead
+        session: Session = opens() if lead is None else lead.open(opens, **given)
         if self.chunk_budget.pause is not None and session.runtime.needs.final_call is None:
             session.close()
             raise SettingError(
@@ -123,10 +111,11 @@ class Batch:
         if token_id is not None:
             (token_id,) = checked_ids([token_id], self.loaded.config.vocab_size)
         session.require_room(len(session) + 1)
-        replay(session)
+        if session.history.pending is not None:
+            caught_up(session)
         if token_id is None and session.last_logits is None:
             raise SettingError("batch: found no logits to choose from, expected a token id")
-        self._fed[session] = _Fed(token_id, len(session))
+        self._fed[session] = Fed(token_id, len(session))
 
     def take_back(self, session: SessionState) -> None:
         """Withdraw the token that the session was fed and has not taken, if there is one."""
@@ -146,56 +135,21 @@ class Batch:
         session still has its token; after it, `last_logits` has the step's logits.
         """
         self._fed = {session: feed for session, feed in self._fed.items() if not session.closed}
-        done: Stepped = {}
         if not self._fed:
-            return done
-        self._step.forget({session.runner for session in self.sessions})
-        with exclusive(self.loaded), ExitStack() as whole:
-            whole.callback(self._forget_taken)
-            for session in self._fed:
-                whole.enter_context(rewound_on_error(session))
-            steps = []
-            for session, feed in self._fed.items():
-                step = self._guarded(session, done, partial(_prepared, session, feed))
-                if step is not None:
-                    steps.append(step)
-            for group in _groups(steps):
-                self._run(group, done)
+            return {}
+        self._stepping.forget({session.runner for session in self.sessions})
+        fed, lead = self._fed, self.loaded.lead
+        work = partial(self._stepping.step, fed)
+        try:
+            done: Stepped = work() if lead is None else lead.step(fed, work)
+        except BaseException:
+            # keep the tokens of the sessions that have not taken them
+            self._fed = {
+                s: feed for s, feed in fed.items() if not s.closed and len(s) == feed.length
+            }
+            raise
         self._fed = {}
         return done
-
-    def _forget_taken(self) -> None:
-        """Keep the tokens of the sessions that have not taken them."""
-        self._fed = {
-            session: feed for session, feed in self._fed.items() if len(session) == feed.length
-        }
-
-    def _run(self, steps: list[DecodeStep], done: Stepped) -> None:
-        """Run steps that belong to one batched step, and commit them."""
-        logits: list[torch.Tensor | None] = [None] * len(steps)
-        if len(steps) > 1:
-            try:
-                logits = list(self._step.run(steps))
-            except Exception:
-                # whose fault it is shows when each runs by itself
-                for step in steps:
-                    self._guarded(step.session, done, partial(_prepared_again, step))
-        for step, mine in zip(steps, logits):
-            if step.session not in done:
-                self._guarded(step.session, done, partial(_committed, step, mine, done))
-
-    def _guarded(
-        self, session: SessionState, done: Stepped, work: Callable[[], DecodeStep | None]
-    ) -> DecodeStep | None:
-        """Return the result of `work`. If it fails, roll the session back, put its exception into
-        `done` and return None.
-        """
-        try:
-            with rewound_on_error(session):
-                return work()
-        except Exception as error:
-            done[session] = error
-            return None
 
     # ---------------------------------------------------------------- answers
 
@@ -283,34 +237,3 @@ class Batch:
                     self._pieces.append((session, part))
                 else:
                     yield part
-
-
-def _prepared(session: SessionState, feed: _Fed) -> DecodeStep | None:
-    """Return the step that was fed; None if the session took it already, or was truncated since."""
-    replay(session)  # an interrupt may have left it inconsistent since `feed`
-    if len(session) != feed.length:
-        return None
-    if feed.token_id is None and session.last_logits is None:
-        with_logits(session)
-    step = DecodeStep(session, feed.token_id)
-    step.prepare()
-    return step
-
-
-def _prepared_again(step: DecodeStep) -> None:
-    roll_back(step.session)
-    step.prepare()
-
-
-def _committed(step: DecodeStep, logits: torch.Tensor | None, done: Stepped) -> None:
-    """Commit a step; run it first if `logits` is None."""
-    done[step.session] = step.commit(step.run() if logits is None else logits)
-
-
-def _groups(steps: list[DecodeStep]) -> list[list[DecodeStep]]:
-    """Group the steps that run together, by backend. A step that is not batchable is alone."""
-    by_backend: dict[str, list[DecodeStep]] = {}
-    for step in steps:
-        if step.batchable:
-            by_backend.setdefault(step.session.backend, []).append(step)
-    return [*by_backend.values(), *([step] for step in steps if not step.batchable)]

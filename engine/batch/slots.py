@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from engine.base.errors import SettingError
 from engine.base.newest_tokens import NewestTokens
 from engine.batch.batch import Batch
 from engine.methods.base import Method
+from engine.runner.ranks.led import led
 from engine.runner.rewind import point_before
+from engine.runner.rollback import exclusive
 from engine.saved.cache import BlockCache
 from engine.session.session import Session
 
@@ -76,6 +76,16 @@ def copies(source: Session, n: int, total: int) -> bool:
         and source.bank.holds(n)
         and _goes_on(source.method, n, total)
     )
+
+
+@led
+def begin_as(session: Session, source: Session, ids: list[int]) -> None:
+    """Have a session hold `ids`, which are the first tokens of another's, and no more of it."""
+    n = len(ids)
+    session.truncate(0)
+    with exclusive(session.loaded):
+        session.bank.copy_from(source.bank, n)
+    session.adopt(ids, source.origins.of(0, n), source.history.states)
 
 
 class Slots:
@@ -144,10 +154,7 @@ class Slots:
             theirs = source.history.states.reach(theirs)
         worth = theirs >= max(held + WORTH, 2 * WORTH)
         if source is not None and worth and copies(source, theirs, len(ids)):
-            session.truncate(0)
-            with self.batch.loaded.busy(), torch.inference_mode():
-                session.bank.copy_from(source.bank, theirs)
-            session.adopt(ids[:theirs], source.origins.of(0, theirs), source.history.states)
+            begin_as(session, source, ids[:theirs])
             held = theirs
         else:
             session.truncate(held)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.base.errors import SettingError
-from engine.batch.batch import Batch
 from engine.load.loaded import Loaded
 from engine.load.options import LLMSettings
 from engine.methods.base import Method
@@ -131,10 +130,6 @@ class RankedLLM(ShareLLM):
             return super(RankedLLM, self).session(method, max_context, offload)
 
         return self._lead.open(make, method=method, max_context=max_context, offload=offload)
-
-    def batch(self, slots: int = 4, pause: float | None = None) -> Batch:
-        """Raises SettingError: several sessions in one step are one process's."""
-        raise SettingError(f"batch: works on one process, found {self.place[1]} ranks")
 
     def restore(
         self,

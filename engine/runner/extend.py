@@ -46,6 +46,13 @@ def decode(session: SessionState, token_id: int) -> torch.Tensor:
 
 
 @led
+def caught_up(session: SessionState) -> None:
+    """Read again what a truncate or a change of method has left to the next call."""
+    with exclusive(session.loaded):
+        replay(session)
+
+
+@led
 def with_logits(session: SessionState, progress: Progress | None = None) -> None:
     """As Session.refresh_logits."""
     session.require_open()

@@ -51,7 +51,7 @@ TABLE = (
     ),
     Breakage(
         "logits go to another session",
-        "engine/batch/batch.py",
+        "engine/batch/stepping.py",
         r"in zip\(steps, logits\):",
         "in zip(steps, logits[::-1]):",
         (ALONE,),
@@ -65,17 +65,17 @@ TABLE = (
     ),
     Breakage(
         "an error of one is everybody's",
-        "engine/batch/batch.py",
-        r"for step in steps:\n( +)self\._guarded\(step\.session, done, partial\(_prepared_again",
-        r"raise\n                for step in steps:\n\1self._guarded(step.session, done, "
+        "engine/batch/stepping.py",
+        r"for step in steps:\n( +)_guarded\(step\.session, done, partial\(_prepared_again",
+        r"raise\n                for step in steps:\n\1_guarded(step.session, done, "
         r"partial(_prepared_again",
         (f"{BATCH}::test_who_fails_fails_alone[attend]",),
     ),
     Breakage(
         "who was before its step at an interrupt is not fed any more",
         "engine/batch/batch.py",
-        r"whole\.callback\(self\._forget_taken\)",
-        "whole.callback(self._fed.clear)",
+        r"if not s\.closed and len\(s\) == feed\.length",
+        "if False",
         (f"{BATCH}::test_an_interrupt_leaves_every_session_before_or_after_its_step",),
     ),
     Breakage(
@@ -116,7 +116,7 @@ TABLE = (
     Breakage(
         "a graph outlives its session",
         "engine/batch/batch.py",
-        r"self\._step\.forget\(\{.*\)\n",
+        r"self\._stepping\.forget\(\{.*\)\n",
         "pass\n",
         (f"{GRAPHS}::test_a_set_that_stays_is_captured_once_and_replays_what_is_fed",),
     ),

@@ -5,6 +5,10 @@ Ranks are threads of one process, each with its own share of the model (tests/en
 for each method and each family: the greatest difference of a logit (float32; a prompt of 300 tokens
 and 12 steps, 150 and 6 for families), whether the selections are one process's, or why it is
 refused. Exit code 1 where one that runs differs by more than LIMIT.
+
+--model FOLDER: real processes hold this model instead, and write as many greedy tokens as one
+process does (--prompt, --steps), under each of a few methods and in both tiers. With
+OMNIKV_NATIVE=0 their sums go through Gloo.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from engine import LLM, Full
+from engine import LLM, Exact, Full, OmniKV, RankedLLM, SamplingParams, SnapKV, StreamingLLM
 from engine.base.errors import EngineError
 from tests.engine.methods.method_table import ROWS
 from tests.engine.ranks.model import SETTINGS, ids_of, model_folder
@@ -85,16 +89,68 @@ def families(folder: Path, ranks: int, only: list[str]) -> Iterator[tuple[str, s
         yield name, compared(LLM(place, **settings), many, Full(), 150, 6)
 
 
+def written(llm, method, offload, ids, steps):
+    """Greedy tokens behind a prompt, the logits behind it and behind each, and the selections."""
+    with llm.session(method=method, offload=offload) as session:
+        logits, chosen, tokens = [session.prefill(ids)], [], []
+        for _ in range(steps):
+            tokens.append(int(logits[-1].argmax()))
+            logits.append(session.decode(tokens[-1]))
+            chosen.append({layer: rows.clone() for layer, rows in session.selections.items()})
+        return torch.stack(logits), chosen, tokens
+
+
+def processes(model: str, ranks: int, prompt: int, steps: int) -> Iterator[tuple[str, str]]:
+    """(name, line) of methods over real processes; the last line is of exact mode."""
+    sparse = OmniKV(tokens=64, dense_below=0)
+    settings = dict(max_context=prompt + 2 * steps, dtype="float32", device="cpu", method=sparse)
+    one = LLM(model, **settings, threads=1)
+    many = RankedLLM(model, ranks, timeout=600, **settings)
+    ids = torch.randint(5, 5000, (prompt,), generator=torch.Generator().manual_seed(1)).tolist()
+    methods = (Full(), sparse, StreamingLLM(tokens=64), SnapKV(tokens=64))
+    for method in methods:
+        for offload in ("device", "host"):
+            name = f"{method.name}, {offload}"
+            try:
+                want, own, tokens = written(one, method, offload, ids, steps)
+                found, theirs, others = written(many, method, offload, ids, steps)
+            except EngineError as error:
+                yield name, f"refused: {error}"
+                continue
+            worst = float((found - want).abs().max())
+            same = all(x.keys() == y.keys() for x, y in zip(own, theirs)) and all(
+                torch.equal(x[layer], y[layer]) for x, y in zip(own, theirs) for layer in x
+            )
+            wrong = "" if worst <= LIMIT and tokens == others else " DIFFERS"
+            equal = sum(a == b for a, b in zip(tokens, others))
+            yield name, f"{worst:.1e}, {equal} of {steps} tokens, selections equal: {same}{wrong}"
+    params = SamplingParams(max_tokens=steps, ignore_eos=True)
+    texts = []
+    for llm, method in ((one, Full()), (many, Exact(sparse, draft=4))):
+        with llm.session(method=method) as session:
+            texts.append([piece.token_id for piece in session.generate(ids, params)])
+            stats = session.stats
+    wrong = "" if texts[0] == texts[1] else " DIFFERS"
+    yield "exact", f"{stats.accepted} of {stats.drafted} drafts taken, full attention's text{wrong}"
+    many.close()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.programs.ranks", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="ranks (default 2)")
     parser.add_argument("--only", nargs="+", default=[], help="these methods and variants")
+    parser.add_argument("--model", help="a model that real processes hold")
+    parser.add_argument("--prompt", type=int, default=300, help="tokens read (with --model)")
+    parser.add_argument("--steps", type=int, default=24, help="tokens written (with --model)")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     counts = {"equal": 0, "refused": 0, "DIFFERS": 0}
     with tempfile.TemporaryDirectory() as folder:
-        for part in (methods, families):
-            for name, line in part(Path(folder), args.ranks, args.only):
+        parts = [part(Path(folder), args.ranks, args.only) for part in (methods, families)]
+        if args.model:
+            parts = [processes(args.model, args.ranks, args.prompt, args.steps)]
+        for part in parts:
+            for name, line in part:
                 kind = "refused" if line.startswith("refused") else "equal"
                 kind = "DIFFERS" if line.endswith("DIFFERS") else kind
                 counts[kind] += 1

@@ -15,9 +15,14 @@ from typing import Any
 
 from engine.base.errors import RankLost
 from engine.base.figures import first_line
+from engine.batch.slots import begin_as
+from engine.batch.stepping import Fed, Stepping
 from engine.forward.scores import PromptScores
-from engine.ranks.drive.followers import GRACE
+from engine.load.loaded import Loaded
+from engine.methods.mass_meter import Watch
+from engine.ranks.drive.followers import GRACE, Numbered
 from engine.ranks.group import Ranks
+from engine.runner.extend import caught_up
 from engine.saved.cache import filled, stored
 from engine.session.session import Session
 from engine.session.switch import switch
@@ -41,11 +46,24 @@ CALLS: dict[str, Callable[..., Any]] = {
     "fork": Session.fork,
     "check": Session.check,
     "save_session": Session.save,
+    "caught_up": caught_up,
+    "begin_as": begin_as,
     "filled": filled,
     "stored": stored,
 }
 GATED = ("prefill", "with_logits", "switch", "check")
 Opens = dict[str, Callable[..., Session]]  # makes a session with settings, on this rank
+
+
+def _stepped(
+    stepping: Stepping,
+    sessions: dict[int, Session],
+    fed: list[tuple[int, int | None, int, Watch | None]],
+) -> None:
+    """Take a step of several sessions: (number, token, length, watch) of each."""
+    for number, _, _, watch in fed:
+        sessions[number].watch_with(watch)
+    stepping.step({sessions[number]: Fed(token, length) for number, token, length, _ in fed})
 
 
 class Stopped(BaseException):
@@ -96,10 +114,10 @@ class Follower:
         except OSError:
             self.leave("rank 0 has ended")
 
-    def run(self, ranks: Ranks, opens: Opens) -> int:
+    def run(self, ranks: Ranks, loaded: Loaded, opens: Opens) -> int:
         """Make rank 0's calls until it ends; the exit code."""
         sessions: dict[int, Session] = {}
-        count = 0
+        count, stepping = 0, Stepping(loaded)
         while True:
             kind, *rest = self.next()
             if kind == "end":
@@ -111,12 +129,18 @@ class Follower:
             serial, name, number, arguments, watch = rest
             try:
                 with ranks.together():
-                    if name in opens:
+                    if name == "step together":
+                        made = _stepped(stepping, sessions, **arguments)
+                    elif name in opens:
                         made = opens[name](**arguments)
                     else:
                         sessions[number].watch_with(watch)
                         more = {"progress": self._gate} if name in GATED else {}
-                        made = CALLS[name](sessions[number], **arguments, **more)
+                        given = {
+                            key: sessions[value.number] if isinstance(value, Numbered) else value
+                            for key, value in arguments.items()
+                        }
+                        made = CALLS[name](sessions[number], **given, **more)
                 if name in opens or name == "fork":
                     sessions[count] = made
                     count += 1

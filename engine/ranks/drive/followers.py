@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from engine.base.errors import EngineError, RankLost
 
@@ -19,6 +19,12 @@ GONE = "the sessions of this model are gone; start it again"
 
 
 T = TypeVar("T")
+
+
+class Numbered(NamedTuple):
+    """A session in a message: its number, which every rank gave it."""
+
+    number: int
 
 
 def _raise(error: Exception) -> NoReturn:

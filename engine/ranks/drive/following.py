@@ -32,7 +32,7 @@ def follow(place: Place) -> int:
         llm = ShareLLM(name, (place.rank, place.size), selection, **settings)
         ranks = grouped(place, store, segment)
         llm.hold(ranks)
-        llm.load()
+        loaded = llm.load()
     except (EngineError, RuntimeError, MemoryError) as error:
         line = f"{type(error).__name__}: {first_line(error)}"
         follower.say("raised", 0, line)
@@ -44,4 +44,4 @@ def follow(place: Place) -> int:
         session, _ = llm.restore(**given)
         return session
 
-    return follower.run(ranks, {"open": llm.session, "restore": restored})
+    return follower.run(ranks, loaded, {"open": llm.session, "restore": restored})

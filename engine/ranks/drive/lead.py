@@ -14,7 +14,7 @@ from engine.base.checks import listed_ids
 from engine.base.errors import RankLost, SettingError
 from engine.forward.scores import PromptScores
 from engine.methods.base import Method
-from engine.ranks.drive.followers import GONE, GRACE, Followers
+from engine.ranks.drive.followers import GONE, GRACE, Followers, Numbered
 from engine.ranks.drive.signals import Deferred
 from engine.ranks.group import Ranks
 from engine.runner.state import SessionState
@@ -50,6 +50,8 @@ class Lead:
         """Make a session on every rank, with the same settings: what `make` returns, a session or
         (session, more). name: "open" or "restore".
         """
+        if settings.get("method") is not None:
+            self._require(settings["method"])
         made = self._together(name, None, (settings, None), make)
         self._number(made[0] if isinstance(made, tuple) else made)
         return made
@@ -58,6 +60,13 @@ class Lead:
         """Number a session as every other rank does."""
         self._numbers[session] = self._count
         self._count += 1
+
+    def step(self, fed: dict[SessionState, Any], work: Callable[[], Any]) -> Any:
+        """Take a step of several sessions on every rank. fed: a Fed (engine/batch/stepping.py) of
+        each.
+        """
+        told = [(self._numbers[one], *feed, one.watch) for one, feed in fed.items()]
+        return self._together("step together", None, ({"fed": told}, None), work)
 
     def closed(self, session: SessionState) -> None:
         """Close a session on the other ranks too."""
@@ -83,7 +92,8 @@ class Lead:
             if "token_ids" in arguments:
                 arguments["token_ids"] = listed_ids(arguments["token_ids"])
             progress = arguments.pop("progress", None)
-            told = call.__name__, self._numbers[session], (_shared(arguments), session.watch)
+            shared = self._numbered(_shared(arguments))
+            told = call.__name__, self._numbers[session], (shared, session.watch)
             if call.__name__ in UNGATED:
                 arguments["progress"] = progress
             if call.__name__ in UNGATED or "progress" not in inspect.signature(call).parameters:
@@ -94,6 +104,13 @@ class Lead:
                 return call(session, **arguments, progress=gate)
 
             return self._together(*told, gated, gate)
+
+    def _numbered(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments in which a session is its number."""
+        return {
+            name: Numbered(self._numbers[value]) if isinstance(value, SessionState) else value
+            for name, value in arguments.items()
+        }
 
     def _ended(self, call: Callable[..., Any], result: Any) -> Any:
         if call.__name__ == "fork":

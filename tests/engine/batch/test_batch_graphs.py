@@ -64,13 +64,13 @@ def test_a_set_that_stays_is_captured_once_and_replays_what_is_fed(captures):
             stepped(batch, sessions, twins, 5 + number)
         stepped(batch, sessions[:2], twins, 1)  # one has nothing to say: eager
         stepped(batch, sessions, twins, 2)  # the set that is known: its graph
-        assert captures == [3] and len(batch._step._graphs) == 1
+        assert captures == [3] and len(batch._stepping._step._graphs) == 1
         for number in range(PATIENCE):
             stepped(batch, sessions[1:], twins, 30 + number)
-        assert captures == [3, 2] and len(batch._step._graphs) == 2
+        assert captures == [3, 2] and len(batch._stepping._step._graphs) == 2
         sessions[0].close()
         stepped(batch, sessions[1:], twins, 3)
-        assert len(batch._step._graphs) == 1, "no graph reads a bank that is gone"
+        assert len(batch._stepping._step._graphs) == 1, "no graph reads a bank that is gone"
         sessions[2].truncate(50), twins[sessions[2]].truncate(50)
         stepped(batch, sessions[1:], twins, 4)
         assert captures == [3, 2]
@@ -96,7 +96,7 @@ def test_graphs_are_kept_for_the_sets_that_were_used_last(captures, monkeypatch)
         for some in (sessions, sessions[:2], sessions[1:]):
             for number in range(PATIENCE):
                 stepped(batch, some, twins, number)
-        assert captures == [3, 2, 2] and len(batch._step._graphs) <= 2
+        assert captures == [3, 2, 2] and len(batch._stepping._step._graphs) <= 2
         stepped(batch, sessions[1:], twins, 1)
         assert captures == [3, 2, 2]
 
@@ -120,7 +120,7 @@ def test_products_are_launched_once_and_the_host_asks_nothing():
                 parts = tuple((session.runner, True, 1024) for session in sessions[:count])
                 record.by.clear()
                 with torch.no_grad(), record:
-                    batch._step._together(parts)
+                    batch._stepping._step._together(parts)
                 counts.append(record.by.copy())
     one, four = counts
     layers = config.num_layers

@@ -223,7 +223,7 @@ def test_an_answer_whose_step_nobody_could_take_takes_nothing_more(llm, monkeypa
             raise RuntimeError("planted")
 
         with monkeypatch.context() as patch:
-            patch.setattr(batch._step, "forget", fails)
+            patch.setattr(batch._stepping, "forget", fails)
             assert "planted" in str([piece for _, piece in batch.run()])
         batch.feed(other, 3)
         assert set(batch.step()) == {other} and len(session) == 40

@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 
-import engine.batch.batch
+import engine.batch.stepping
 from engine import Full
 from tests.builders import random_ids, tiny_config, tiny_llm, tiny_weights
 
@@ -34,7 +34,7 @@ def test_a_batch_grows_beyond_eight_sessions(compiling, monkeypatch):
     def again(step):
         alone.append(step)
 
-    monkeypatch.setattr(engine.batch.batch, "_prepared_again", again)
+    monkeypatch.setattr(engine.batch.stepping, "_prepared_again", again)
     llm = tiny_llm(Full(), CONFIG, WEIGHTS, max_context=64, backend="auto", compile=True)
     plain = tiny_llm(Full(), CONFIG, WEIGHTS, max_context=64, backend="auto", compile=False)
     batch, twin, sessions = llm.batch(slots=SESSIONS), plain.session(), []

@@ -2,6 +2,7 @@
 an end in one line where one dies.
 """
 
+import asyncio
 import os
 import random
 import re
@@ -14,8 +15,8 @@ import time
 import pytest
 import torch
 
-from engine import LLM, Exact, Full, OmniKV, RankedLLM, SamplingParams
-from engine.base.errors import RankLost, SavedFileError, SettingError
+from engine import LLM, AsyncLLM, Exact, Full, OmniKV, RankedLLM, SamplingParams
+from engine.base.errors import ContextTooLong, RankLost, SavedFileError, SettingError
 from engine.methods.mass_meter import Watch
 from engine.saved.cache import BlockCache
 from engine.saved.container import Writer
@@ -253,6 +254,61 @@ def test_a_save_that_one_rank_cannot_write_leaves_the_one_before(pair, tmp_path)
         assert logits_of(pair, path).equal(session.decode(9))
 
 
+def test_sessions_of_a_batch_join_and_leave_on_all_ranks(one, pair):
+    """Fed by hand: forced tokens, another set of sessions at every step, one that fails alone."""
+    found = []
+    for llm in (one, pair):
+        logits = []
+        with llm.batch(slots=3) as batch:
+            first = batch.session()
+            first.prefill(ids_of(150))
+            second = batch.session(method=Full(), offload="host")
+            second.prefill(ids_of(70))
+            small = batch.session(max_context=42)
+            small.prefill(ids_of(40))
+            with pytest.raises(SettingError, match="expected a free slot"):
+                batch.session()
+            for token in (5, 6):
+                for session in (first, second, small):
+                    batch.feed(session, token)
+                logits += batch.step().values()
+            with pytest.raises(ContextTooLong):
+                batch.feed(small, 7)
+            small.close()
+            third = batch.session(method=Exact(METHOD, draft=2))
+            third.prefill(ids_of(90))
+            first.truncate(100)
+            for token in (8, None, 9):
+                for session in (third, first, second):
+                    batch.feed(session, token)
+                second.close() if token is None else None
+                logits += batch.step().values()
+                if second.closed:
+                    second = batch.session()
+                    second.prefill(ids_of(130))
+            assert first.ids[100] == 8 and len(first.ids) == 103
+            found.append((torch.stack(logits), first.ids, third.ids))
+    assert len(found[0][0]) == 6 + 3 + 2 + 3
+    assert float((found[0][0] - found[1][0]).abs().max()) < 1e-4
+    assert found[0][1:] == found[1][1:]
+
+
+def test_many_callers_share_the_steps_of_ranks(one, pair):
+    prompts = [ids_of(200) + [20 + n] * 9 for n in range(5)]
+    params = [SamplingParams(max_tokens=6 + n, ignore_eos=True, seed=n) for n in range(5)]
+
+    async def asked(llm):
+        async with AsyncLLM(llm, slots=2) as many:
+            answers = [many.generate(ids, each) for ids, each in zip(prompts, params)]
+            return [await answer for answer in answers]
+
+    want, found = (asyncio.run(asked(llm)) for llm in (one, pair))
+    assert [one.token_ids for one in found] == [one.token_ids for one in want]
+    assert any(answer.stats.cached_tokens >= 200 for answer in found)
+    with pair.session() as session:  # and it goes on as before
+        session.prefill(ids_of(10))
+
+
 def test_blocks_of_ranks_serve_their_own_split(one, pair, tmp_path):
     prompt, lines = ids_of(1000)[:700], []
     blocks = {}
@@ -342,10 +398,7 @@ def test_an_error_that_all_ranks_meet_leaves_them_together(pair):
 def test_what_one_process_alone_can_do_is_refused_in_a_line(pair, tmp_path):
     with pair.session() as session:
         session.prefill(ids_of(40))
-        for work in (
-            lambda: pair.batch(),
-            lambda: pair.model.logits(torch.zeros(1, pair.config.hidden_size)),
-        ):
+        for work in (lambda: pair.model.logits(torch.zeros(1, pair.config.hidden_size)),):
             with pytest.raises(SettingError, match="one process"):
                 work()
         assert not list(tmp_path.iterdir())
