@@ -13,7 +13,6 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
 
 from engine.base.device import NO_MEMORY
 from engine.base.errors import (
@@ -33,12 +32,13 @@ from engine.chat.talk.chat import Chat
 from engine.chat.talk.keeping import KeptSession
 from engine.cli.figures import plan_text
 from engine.cli.introduce import introduce
+from engine.cli.ranked import planned_llm
 from engine.cli.settings import flag_named, method_of, params_of, settings_of
 from engine.cli.verdict import plan_verdict
 from engine.llm import LLM
 from engine.load.options import Options
 from engine.load.pocket import POCKET
-from engine.ranks.llm import RankedLLM, ranks_asked
+from engine.ranks.llm import RankedLLM
 from engine.ranks.placement import placement_text, placements
 from engine.sampling.params import SamplingParams
 from engine.saved.cache import BlockCache
@@ -62,16 +62,8 @@ def open_model(args: argparse.Namespace, display: Display) -> LLM:
                 "(--list-models prints the names)"
             )
         name = str(POCKET)
-    settings = settings_of(args)
-    shown: dict[str, Any] = {"load": False, "progress": display.loading()}
-    shown["download_progress"] = display.line
-    count = ranks_asked(args.ranks, args.numa)
-    if not count:
-        return LLM(name, **settings, **shown)
-    if args.model is None and args.threads is None:
-        settings["threads"] = None  # a rank's own cores say how many
-    numa = args.numa != "off"
-    return RankedLLM(name, count, numa=numa, selection=args.selection, **settings, **shown)
+    shown = dict(progress=display.loading(), download_progress=display.line)
+    return planned_llm(name, args, settings_of(args), **shown)
 
 
 def converse(args: argparse.Namespace, llm: LLM, params: SamplingParams, display: Display) -> int:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from engine.base.errors import UsageError
 from engine.cli.model_flags import fits_flag, gigabytes, model_flags
 from engine.cli.parser import Parser, version_flag
+from engine.cli.ranks_flags import flag_of, ranks_flags
 from weights.aliases import table
 
-MOST_RANKS = 64
 # flags that one process alone takes
 ONE_PROCESS = (
     "calibrate",
@@ -60,7 +60,7 @@ def parser() -> Parser:
     _sampling_flags(group.add_argument)
     _penalty_flags(group.add_argument)
     model_flags(p)
-    _ranks_flags(p.add_argument_group("several processes").add_argument)
+    ranks_flags(p.add_argument_group("several processes").add_argument)
     _proof_flags(p.add_argument_group("proof").add_argument)
     _output_flags(p.add_argument_group("what to print").add_argument)
     return p
@@ -82,11 +82,8 @@ def require_sense(args: argparse.Namespace) -> None:
 
 def _require_one_process(args: argparse.Namespace) -> None:
     """Raise UsageError for flags that several processes do not take (docs/PARALLEL.md)."""
-    if args.ranks is None and args.numa == "off":
+    if not (flag := flag_of(args)):
         return
-    flag = "--ranks" if args.ranks is not None else "--numa"
-    if args.ranks is not None and args.numa != "off":
-        raise UsageError("--ranks: found beside --numa, which says how many there are")
     for name in ONE_PROCESS:
         if getattr(args, name):
             raise UsageError(
@@ -190,43 +187,6 @@ def _penalty_flags(add: Callable) -> None:
         default=0.0,
         metavar="P",
         help="subtract P for each time that the answer has a token (default 0)",
-    )
-
-
-def ranks(text: str) -> int:
-    """Parse a number of processes: 2 to 64."""
-    if text.isdecimal() and 2 <= int(text) <= MOST_RANKS:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"found {text!r}, expected a number from 2 to {MOST_RANKS}")
-
-
-def nodes(text: str) -> int | str:
-    """Parse what --numa takes: auto, off or a number of processes."""
-    return text if text in ("auto", "off") else ranks(text)
-
-
-def _ranks_flags(add: Callable) -> None:
-    add(
-        "--ranks",
-        type=ranks,
-        metavar="N",
-        help="hold the model in N processes of this machine, split by heads, each on cores of its "
-        "own; torchrun --nproc-per-node N -m engine.chat does the same (docs/PARALLEL.md)",
-    )
-    add(
-        "--numa",
-        type=nodes,
-        default="off",
-        metavar="WHAT",
-        help="one process for each NUMA node that has cores (auto), or N dealt over the nodes, "
-        "each with its part of weights and bank in its node's memory; off: one process (default)",
-    )
-    add(
-        "--selection",
-        choices=("global", "per_rank"),
-        default="global",
-        help="with several processes: select the tokens that one would (global), or let each "
-        "choose by its own heads, with nothing sent for it (per_rank)",
     )
 
 

@@ -161,6 +161,11 @@ class RankedLLM(ShareLLM):
         """The settings that every rank is made with."""
         return dict(self._asked)
 
+    @property
+    def lost(self) -> str:
+        """What is known of the first rank that has ended; "" while all run."""
+        return "" if self._lead is None else self._lead.lost
+
     def close(self) -> None:
         """End the other ranks."""
         self._meeting.end()

@@ -13,15 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.base.errors import EngineError, OutOfMemoryPlan, SettingError, UsageError
+from engine.base.errors import EngineError, OutOfMemoryPlan, RankLost, SettingError, UsageError
 from engine.cli.figures import plan_text
 from engine.cli.introduce import introduce
+from engine.cli.ranked import planned_llm
 from engine.cli.settings import flag_named, settings_of
 from engine.cli.verdict import slots_verdict
 from engine.llm import LLM
 from engine.load.batch_plan import SlotPlan, plan_slots
 from engine.load.pocket import DEMONSTRATION, POCKET, is_pocket
 from engine.load.report import Plan
+from engine.ranks.llm import RankedLLM
+from engine.ranks.placement import placement_text
 from engine.saved.cache import BlockCache
 from engine.serve.flags import LOOPBACK, keys_of, parser, require_sense
 from engine.serve.http.listening import ACCEPTS, listen, places
@@ -30,6 +33,8 @@ from engine.terminal.display import Display
 from engine.terminal.documents import LONGEST_CONTEXT
 from kernels.native.library import COMPILING, to_compile
 
+LOOK = 0.25  # seconds between two looks at whether all ranks run
+
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
@@ -37,7 +42,8 @@ if TYPE_CHECKING:
 def open_model(args: argparse.Namespace) -> LLM:
     """Plan the model. Raises typed errors."""
     require_sense(args)
-    llm = LLM(str(POCKET) if args.model is None else args.model, **settings_of(args), load=False)
+    name = str(POCKET) if args.model is None else args.model
+    llm = planned_llm(name, args, settings_of(args))
     needs = llm.method.needs(llm.plan().layers, llm.config, llm.max_context, llm.dtype.itemsize)
     if args.pause and needs.final_call is None:
         raise UsageError(
@@ -62,7 +68,8 @@ def show_plan(args: argparse.Namespace) -> int:
     """Print what the model and the slots need; the exit code."""
     llm = open_model(args)
     fits, verdict = slots_verdict(llm.planner, partial(slots_of, args, llm))
-    print(f"{plan_text(llm.planner)}\n{slots_of(args, llm)}\n{verdict}")
+    ranks = f"{placement_text(llm)}\n" if isinstance(llm, RankedLLM) else ""
+    print(f"{plan_text(llm.planner)}\n{ranks}{slots_of(args, llm)}\n{verdict}")
     return 0 if fits else OutOfMemoryPlan.exit_code
 
 
@@ -157,6 +164,11 @@ def _run(
                 f"{_context(service.llm)}"
             )
             _say(f"open http://{name}:{port}/ in a browser to read a document and ask about it")
+        while isinstance(service.llm, RankedLLM) and not server.should_exit:
+            if service.llm.lost:
+                failed.append(RankLost(f"{service.llm.lost}; start the server again"))
+                server.should_exit = True
+            time.sleep(LOOK)
 
     loader = threading.Thread(target=load, name="load", daemon=True)
     loader.start()

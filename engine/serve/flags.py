@@ -12,6 +12,7 @@ from pathlib import Path
 from engine.base.errors import UsageError
 from engine.cli.model_flags import fits_flag, gigabytes, model_flags
 from engine.cli.parser import Parser, version_flag
+from engine.cli.ranks_flags import flag_of, ranks_flags
 
 KEY_VARIABLE = "OMNIKV_API_KEY"
 PAUSE = 1.0  # seconds
@@ -70,6 +71,7 @@ def parser() -> Parser:
     add("--cache", metavar="DIR", help="keep what was read in this folder, for any method")
     add("--cache-limit", type=gigabytes, metavar="GB", help="at most this much (default 50)")
     model_flags(p)
+    ranks_flags(p.add_argument_group("several processes").add_argument, "engine.serve")
     version_flag(add)
     return p
 
@@ -100,6 +102,8 @@ def keys_of(args: argparse.Namespace) -> list[str]:
 
 def require_sense(args: argparse.Namespace) -> None:
     """Raise UsageError for flags that do not go together, or values out of range."""
+    if (flag := flag_of(args)) and args.forever:
+        raise UsageError(f"--forever: works on one process; leave it or {flag} out")
     if args.connections < 1:
         raise UsageError("--connections: expected at least 1")
     if not 1 <= args.slots <= 256 or not 0 <= args.queue <= 4096 or not args.pause >= 0:

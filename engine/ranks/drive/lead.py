@@ -42,6 +42,11 @@ class Lead:
         self._count, self._serial, self._inside = 0, 0, False
 
     @property
+    def lost(self) -> str:
+        """What is known of the first rank that has ended; "" while all run."""
+        return self._followers.lost
+
+    @property
     def inside(self) -> bool:
         """Whether all ranks make a call now, each by itself."""
         return self._inside

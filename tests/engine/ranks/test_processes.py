@@ -3,6 +3,7 @@ an end in one line where one dies.
 """
 
 import asyncio
+import json
 import os
 import random
 import re
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from engine.methods.mass_meter import Watch
 from engine.saved.cache import BlockCache
 from engine.saved.container import Writer
 from tests.builders import POCKET, ROOT
+from tests.programs.rank_kills import children
 
 METHOD = OmniKV(tokens=64, dense_below=0)
 SETTINGS = dict(max_context=1024, chunk=64, dtype="float32", device="cpu", threads=1, method=METHOD)
@@ -446,3 +449,28 @@ def test_wrong_flags_are_said_in_a_line(flags, said):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_server_answers_over_ranks_and_ends_when_one_does():
+    command = [sys.executable, "-m", "engine.serve", "--ranks", "2", "--port", "0"]
+    server = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        lines = iter(server.stderr.readline, "")
+        address = next(re.search(r"http://\S+/v1", line) for line in lines if "is ready" in line)
+        asked = dict(model="pocket", prompt="a b c d", max_tokens=3, echo=True, logprobs=1)
+        request = urllib.request.Request(
+            f"{address[0]}/completions",
+            json.dumps(asked).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            (choice,) = json.load(answer)["choices"]
+        assert len(choice["logprobs"]["token_logprobs"]) >= 5
+        os.kill(children(server.pid)[1], signal.SIGKILL)
+        _, said = server.communicate(timeout=60)
+    finally:
+        server.kill()
+        server.wait()
+    assert server.returncode == 1
+    assert re.search(r"error: rank 1 \(process \d+\) was ended by signal 9; start the server", said)
+    assert "Traceback" not in said
