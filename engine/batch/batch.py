@@ -87,10 +87,13 @@ class Batch:
                 f"batch: found {self.slots} open sessions, expected a free slot of slots="
                 f"{self.slots}; close a session, or make the batch with more"
             )
-        given = dict(method=method, max_context=max_context, offload=offload)
-        opens = partial(open_session, self.loaded, self.planner, **given)
-        lead = self.loaded.lead
-        session: Session = opens() if lead is None else lead.open(opens, **given)
+        opens = partial(open_session, self.loaded, self.planner, method, max_context, offload)
+        session: Session
+        if (lead := self.loaded.lead) is None:
+            session = opens()
+        else:
+            given = dict(method=method, max_context=max_context, offload=offload)
+            session = lead.open(opens, **given)
         if self.chunk_budget.pause is not None and session.runtime.needs.final_call is None:
             session.close()
             raise SettingError(

@@ -145,7 +145,7 @@ class RankedLLM(ShareLLM):
         given = dict(max_context=max_context, offload=offload, tokens=tokens)
 
         def make() -> tuple[Session, Any]:
-            return super(RankedLLM, self).restore(path, **given, progress=progress)
+            return super(RankedLLM, self).restore(path, max_context, offload, tokens, progress)
 
         where = str(Path(path).absolute())
         found: tuple[Session, Any] = self._lead.open(make, "restore", path=where, **given)

@@ -6,7 +6,7 @@ state, and what the program adds. It names the model that made it (engine/saved/
 session that forgets the state is the store, with positions and rows, and there are no others. A
 store that stands beside a bank is not saved.
 
-Of a model that ranks hold, each has such a file of its share (engine/saved/shares.py).
+Of a model that ranks hold, each has such a file of its share (engine/saved/ranks/shares.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from engine.saved.rows import (
     write_piece,
     write_windows,
 )
-from engine.saved.shares import number_of, open_share, remove_shares, save_shares
+from engine.saved.ranks.shares import number_of, open_share, remove_shares, save_shares
 from engine.saved.states import states, write_states
 from engine.saved.values import decode, encode
 

@@ -157,13 +157,7 @@ def _run(
         while not server.started and not server.should_exit:
             time.sleep(0.01)
         if server.started:
-            port = links[0].getsockname()[1]
-            name = f"[{args.host}]" if ":" in args.host else args.host
-            _say(
-                f"{service.settings.alias} is ready: http://{name}:{port}/v1, for programs; "
-                f"{_context(service.llm)}"
-            )
-            _say(f"open http://{name}:{port}/ in a browser to read a document and ask about it")
+            _say_ready(args.host, links[0].getsockname()[1], service)
         while isinstance(service.llm, RankedLLM) and not server.should_exit:
             if service.llm.lost:
                 failed.append(RankLost(f"{service.llm.lost}; start the server again"))
@@ -184,6 +178,16 @@ def _run(
         raise failed[0]
     _say("stopped")
     return 0 if server.started else 1
+
+
+def _say_ready(host: str, port: int, service: Service) -> None:
+    """Say where programs and people find the server."""
+    name = f"[{host}]" if ":" in host else host
+    _say(
+        f"{service.settings.alias} is ready: http://{name}:{port}/v1, for programs; "
+        f"{_context(service.llm)}"
+    )
+    _say(f"open http://{name}:{port}/ in a browser to read a document and ask about it")
 
 
 def _say(line: str) -> None:

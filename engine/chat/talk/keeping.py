@@ -7,7 +7,7 @@ from pathlib import Path
 from engine.base.errors import ContextTooLong, SavedFileError, UsageError
 from engine.base.figures import count, human
 from engine.chat.talk.chat import Chat
-from engine.saved.shares import saved_bytes
+from engine.saved.ranks.shares import saved_bytes
 
 
 def named(rest: str, command: str) -> Path:

@@ -118,6 +118,7 @@ class Follower:
         """Make rank 0's calls until it ends; the exit code."""
         sessions: dict[int, Session] = {}
         count, stepping = 0, Stepping(loaded)
+        made: Any
         while True:
             kind, *rest = self.next()
             if kind == "end":
@@ -130,7 +131,7 @@ class Follower:
             try:
                 with ranks.together():
                     if name == "step together":
-                        made = _stepped(stepping, sessions, **arguments)
+                        _stepped(stepping, sessions, **arguments)
                     elif name in opens:
                         made = opens[name](**arguments)
                     else:
