@@ -38,6 +38,7 @@ from engine.runner.rollback import exclusive
 from engine.runner.state import SessionState
 from engine.saved.container import Reader, Writer
 from engine.saved.model_key import model_key
+from engine.saved.ranks.shares import number_of, open_share, remove_shares, save_shares
 from engine.saved.rows import (
     PIECE,
     piece_shape,
@@ -48,7 +49,6 @@ from engine.saved.rows import (
     write_piece,
     write_windows,
 )
-from engine.saved.ranks.shares import number_of, open_share, remove_shares, save_shares
 from engine.saved.states import states, write_states
 from engine.saved.values import decode, encode
 
