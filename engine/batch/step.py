@@ -56,6 +56,7 @@ class BatchedStep:
             self._graphs[parts] = captured(device, lambda: self._together(parts))
         graph, logits = self._graphs[parts]
         graph.replay()
+        parts[0][0].model.replayed()
         return logits[0].clone()
 
     def forget(self, runners: set[StepRunner]) -> None:

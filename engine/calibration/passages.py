@@ -167,10 +167,10 @@ class Passage:
             x, chosen, made = parent.inputs[first], dict(parent.chosen), dict(parent.made)
         if trace is not None and parent is not None:
             trace.inputs.extend(parent.inputs[:first])
-        for number in range(first, config.num_layers):
+        for number, layer in model.turns(first):
             if trace is not None:
                 trace.inputs.append(x)
-            layer, mixed = model.layers[number], None
+            mixed = None
             x, predicted = model.entered(number, x)
             if layer.mixer is not None:
                 mixed = recur_chunk(model, number, x, self.state, self.start, False, "auto")

@@ -248,10 +248,13 @@ def _read_per_step(planner: Planner, session: Session) -> Rows:
 
 def _host_tier(session: Session) -> Rows:
     s = session.stats
+    rows: Rows = []
+    if s.weight_bytes_streamed:
+        rows.append(("weights", f"{human(s.weight_bytes_streamed)} came over since loading"))
     if not s.host_bytes:
-        return []
+        return rows
     pinned = f", page-locked in {clock(s.pin_seconds)}" if s.pin_seconds else ""
-    rows = [("host memory", f"{human(s.host_bytes)}{pinned}")]
+    rows.append(("host memory", f"{human(s.host_bytes)}{pinned}"))
     if s.hits + s.misses:
         rows.append(("hit rate", f"{s.hit_rate:.1%} of the chosen tokens were on the device"))
     if s.bytes_fetched and s.sparse_steps:

@@ -40,7 +40,7 @@ USEFUL = 4096  # tokens; a model that fits with fewer is listed as one that does
 
 def flags(form: dict[str, str]) -> str:
     """Format fields of Options as the flags that set them."""
-    return " ".join(f"--{name} {value}" for name, value in form.items())
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in form.items())
 
 
 def fits(options: Options) -> str:

@@ -76,6 +76,17 @@ def auto_or_tokens(text: str) -> int | str:
     return text if text == "auto" else 0 if text.strip() == "0" else scaled(text)
 
 
+def streamed_layers(text: str) -> int | str:
+    """Parse a number of layers or one of the words auto, off and all."""
+    if text in ("auto", "off", "all"):
+        return text
+    if not re.fullmatch("[0-9]{1,6}", text):
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected a number of layers, or auto, off, all"
+        )
+    return int(text)
+
+
 def drafts(text: str) -> int | str:
     """Parse a number of drafts or the word auto."""
     if text == "auto":
@@ -191,6 +202,15 @@ def _placement_flags(add: Callable) -> None:
         default="auto",
         help="keep K and V in host memory, of all layers that the method can spare, or on the "
         "device (auto: on a GPU, move to the host what does not fit)",
+    )
+    add(
+        "--weights-offload",
+        type=streamed_layers,
+        default="auto",
+        metavar="N",
+        help="keep the weights of N layers in host memory and stream them to the device in every "
+        "step and chunk; all, off, or auto (default: on a GPU as many as the model needs that "
+        "would not fit otherwise)",
     )
     add(
         "--vram-budget",

@@ -56,6 +56,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         "device": args.device,
         "dtype": args.dtype,
         "weights": args.weights,
+        "weights_offload": args.weights_offload,
         "bank": args.bank,
         "savepoints": SAVEPOINTS if args.savepoints is None else args.savepoints,
         "max_context": args.ctx,
@@ -156,7 +157,7 @@ def flag_named(message: str, given: Collection[str] = ()) -> str:
         *METHOD_FLAGS,
         *FLAG_OF,
         *("draft", "threads", "chunk", "device", "dtype", "offload", "compile", "weights"),
-        *("bank", "rope", "beyond", "forever", "savepoints"),
+        *("bank", "rope", "beyond", "forever", "savepoints", "weights_offload"),
     }
     if not colon or field not in known:
         return message

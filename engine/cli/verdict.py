@@ -37,11 +37,11 @@ def plan_verdict(planner: Planner) -> tuple[bool, str]:
     allowed = f"the {human(plan.free * HEADROOM)} that may be used (of {plan.free_name})"
     if plan.fits:
         line = f"fits: {human(need.bytes)} of {allowed}"
-        if plan.placement is not None and plan.device != "cpu":
-            line += f", {human(plan.host_bytes)} of the {human(plan.host_free * HEADROOM)} of host "
+        if plan.device != "cpu" and (plan.placement is not None or plan.staging is not None):
+            line += f", {human(plan.host_total)} of the {human(plan.host_free * HEADROOM)} of host "
             line += f"memory that may be used (of {plan.host_name})"
         return True, line
-    over, host = need.bytes - plan.free * HEADROOM, plan.host_bytes - plan.host_free * HEADROOM
+    over, host = need.bytes - plan.free * HEADROOM, plan.host_total - plan.host_free * HEADROOM
     short = [f"{human(over)} too much for {allowed}"] if over > 0 else []
     if plan.device != "cpu" and host > 0:
         short.append(f"{human(host)} of host memory too much (of {plan.host_name})")
@@ -49,7 +49,7 @@ def plan_verdict(planner: Planner) -> tuple[bool, str]:
     if ROUND <= plan.largest_context < plan.max_context:
         found.append(f"--ctx {plan.largest_context}")
     if over <= 0 and (gpu := planner.options.imagined_gpu) is not None:
-        found.append(f"--fits {gpu / 1e9:g}+{math.ceil(plan.host_bytes / HEADROOM / 1e9)}")
+        found.append(f"--fits {gpu / 1e9:g}+{math.ceil(plan.host_total / HEADROOM / 1e9)}")
 
     def needed(settings: dict[str, Any]) -> Need:
         return _of_plan(planner.plan(**settings))
@@ -90,6 +90,8 @@ def _remedies(planner: Planner, needed: Callable[[dict[str, Any]], Need], found:
     gpu = planner.device.type == "cuda"
     places = [place for place in ("auto", "host") if gpu and place != options.offload]
     candidates: list[dict[str, Any]] = [{"offload": place} for place in places]
+    if gpu and options.weights_offload != "auto":
+        candidates.append({"weights_offload": "auto"})
     if str(planner.dtype) == "torch.float32":
         candidates.append({"dtype": "bfloat16"})
     shown = 0

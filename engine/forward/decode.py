@@ -45,7 +45,7 @@ def step_together(
     turns = [step.rotary.of_layers(step.positions) for step in steps]
     seers = foreseeing([sequence.runtime for sequence in sequences])
     angles: dict[int, list[torch.Tensor]] = {}  # of each rope
-    for number, layer in enumerate(model.layers):
+    for number, layer in model.turns():
         x, predicted = enter(halves, number, x)
         if seers:
             foresee(halves, number, x, seers, steps, turns)

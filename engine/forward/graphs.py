@@ -51,6 +51,7 @@ class GraphedStep:
             self._graphs[bucket] = self._capture(bucket)
         graph, logits = self._graphs[bucket]
         graph.replay()
+        self._decoder.model.replayed()
         return logits.clone()
 
     def sequence_step(self, bucket: int | None = None) -> SequenceStep:

@@ -55,7 +55,7 @@ def run_chunk(
     widest = max(config.heads_of(layer)[1] for layer in config.attending_layers)
     opening = _opening(model, runtime, start, tokens.shape[1], every is not None, backend)
     newest = []
-    for number, layer in enumerate(model.layers):
+    for number, layer in model.turns():
         x, predicted = model.entered(number, x)
         mixed = _mixed(model, number, x, bank, start, advance, backend)
         if mixed is not None and layer.mixer_out is None:

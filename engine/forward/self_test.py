@@ -204,7 +204,9 @@ def matrices(model: Llama) -> list[QuantisedLinear]:
 def _few_bits_failure(held: list[QuantisedLinear], model: Llama) -> str:
     """Test one matrix of each shape and form, for one row, for several and for a chunk's rows."""
     alike = {(m.shape, m.kind, m.group, m.bias is None): m for m in held}
+    whose = {id(m): i for i, layer in enumerate(model.layers) for m in layer.matrices}
     for matrix in alike.values():
+        model.place(whose.get(id(matrix), -1))
         for rows in (1, MOST_ROWS - 1, CHUNK):
             generator = torch.Generator().manual_seed(rows)
             x = torch.randn(rows, matrix.shape[1], generator=generator)
@@ -324,6 +326,7 @@ class _Layer:
         visible = torch.full((1,), 5 + rows, dtype=torch.int32, device=device)
         self._step = Step(positions, visible, bank, 64, self._ring, rotary)
         self.clear()
+        model.place(number)
 
     def clear(self) -> None:
         """Forget what a run has stored."""
@@ -400,6 +403,7 @@ def _prompt_failure(model: Llama, rotary: Rotary) -> str:
 def _prompt_halves(model: Llama, rotary: Rotary, pieces: Pieces) -> list[torch.Tensor]:
     """Run both halves of the first layer for a prompt's chunk: query, K, V, query, layer."""
     config, layer = model.config, model.layers[0]
+    model.place(0)
     before, after = pieces
     generator = torch.Generator().manual_seed(1)
     x, attended = (

@@ -12,7 +12,7 @@ from engine.load.report import Plan
 from engine.plan.free_memory import HEADROOM
 
 # once for a batch: only one session reads at a time, and all have the same weights
-SHARED = ("weights", "sparse prefill", "prefill workspace")
+SHARED = ("weights", "weight buffers", "host weights", "sparse prefill", "prefill workspace")
 SHORTEST = 1024  # tokens; shorter contexts are not listed
 LISTED = 5  # contexts of the table
 
@@ -98,4 +98,5 @@ def _parts(plan: Plan, vocab: int) -> tuple[int, int, int]:
 def _most(plan: Plan, vocab: int) -> int:
     shared, each, host = _parts(plan, vocab)
     count = max(0, int((plan.free * HEADROOM - shared) // each))
-    return min(count, int(plan.host_free * HEADROOM // host)) if host else count
+    left = max(0, int(plan.host_free * HEADROOM) - plan.staged_bytes)
+    return min(count, left // host) if host else count

@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from engine.bank.pool.host_pool import HostPool
 from engine.bank.pool.host_tier import HostTier
 from engine.bank.pool.link import Link
 from engine.base.device import current, raw
+from engine.base.errors import SettingError
 from engine.base.lock import Request, RequestLock
 from engine.forward.graphs import compiled_pieces
 from engine.forward.self_test import StepForms, matrices
+from engine.forward.staged.ring import left_on_host, staged
 from engine.load.planner import Planner
 from engine.model.config.config import ModelConfig
 from engine.model.llama import Llama, assemble, post_attention, pre_attention
@@ -86,9 +89,13 @@ class Loaded:
         digest = WeightsDigest()
         tied, stream = config.tied_embeddings, digest.watch(stream)
         stream = digest.made(planner.rounding.stream(stream, tied))
-        model = assemble(config, planner.dtype, planner.device, stream, *held)
+        streaming = planner.staging.layers if planner.staging else ()
+        keep = partial(left_on_host, layers=streaming) if streaming else None
+        model = assemble(config, planner.dtype, planner.device, stream, *held, keep)
+        model = staged(model, streaming) if streaming else model
         trim_heap()
         compiled = compiled and model.capturable
+        pinned = model.staged is None or model.staged.pinned
         rotary = Rotary(config, planner.device, far=options.forever)
         pieces = compiled_pieces() if compiled else (pre_attention, post_attention)
         return cls(
@@ -98,7 +105,7 @@ class Loaded:
             rotary=rotary,
             pieces=pieces,
             halves=StepForms(model, rotary, pieces, options.step),
-            graphs=compiled and planner.device.type == "cuda",
+            graphs=compiled and planner.device.type == "cuda" and pinned,
             tokenizer=tokenizer,
             held=_held(options.weights, model),
             few_bits=planner.few_bits,
@@ -109,7 +116,15 @@ class Loaded:
         )
 
     def planned_as(self, planner: Planner, lock: RequestLock) -> Loaded:
-        """The same model and host memory under another plan."""
+        """The same model and host memory under another plan. Raises SettingError where that has
+        other weights in host memory.
+        """
+        there = self.model.staged.bytes if self.model.staged else 0
+        if bool(there) != bool(planner.staging):
+            raise SettingError(
+                "weights_offload: found another division of the weights than the shared model's, "
+                "which is loaded; leave it out"
+            )
         halves = self.halves.asked_for(planner.options.step)
         rotary = Rotary(planner.config, self.device, far=planner.options.forever)
         return replace(self, config=planner.config, rotary=rotary, halves=halves, lock=lock)
@@ -123,6 +138,11 @@ class Loaded:
     def dtype(self) -> torch.dtype:
         """Of activations and weights."""
         return self.model.dtype
+
+    @property
+    def weight_bytes_streamed(self) -> int:
+        """Bytes of weights that have come from host memory since the model was loaded."""
+        return self.model.staged.streamed if self.model.staged else 0
 
     @property
     def host_pool(self) -> HostPool:

@@ -16,7 +16,8 @@ from engine.bank.query_ring import SLOTS as RING
 from engine.bank.recurrent.state import FOLD, KEPT, snapshot_bytes, state_bytes
 from engine.base.figures import human
 from engine.load.link_bytes import prompt_link_bytes, step_link_bytes
-from engine.load.report import OFFLOAD_CHUNK, ROUND, Item, Plan
+from engine.load.report import LARGER, OFFLOAD_CHUNK, ROUND, Item, Plan
+from engine.load.staged.staging import Staging
 from engine.methods.base import Method, scratch_shape
 from engine.model.config.config import ModelConfig
 from engine.model.config.latent import OPENED_ROWS, Latent
@@ -71,13 +72,15 @@ def memory_items(
     head_twice: bool = False,
     shared: bool = False,
     savepoints: int = 0,
+    staging: Staging | None = None,
 ) -> tuple[Item, ...]:
     """Return the plan's parts at a context of so many tokens: (name, bytes, note).
 
     Everything but the bank and a few buffers is O(1) in context. placement: what lives in host
     memory. On a CPU that is the same memory, so the host tier is an item too. weights: in few
     bits; None: all of them in `dtype`. head_twice: a tied lm_head has a copy of its own. shared: a
-    GPU whose memory is the host's. savepoints: most earlier states of recurrent layers.
+    GPU whose memory is the host's. savepoints: most earlier states of recurrent layers. staging:
+    layers that stream; None: none.
     """
     size, context = dtype.itemsize, reserved_rows(context, device.type)
     kept = len(config.keeping_layers)
@@ -100,7 +103,7 @@ def memory_items(
     workspace = prefill_bytes(config, size, chunk, device.type)
     chosen = method.prompt_bytes(config, context, chunk, size)
     return (
-        ("weights", *(weights[:2] if weights else _plain_weights(config, size, head_twice))),
+        *_weight_items(config, size, weights, head_twice, staging, device.type == "cpu" or shared),
         ("context bank", bank, f"{kept} layers x {bank_note}"),
         *((("sliding windows", rings, _window_note(config)),) if rings else ()),
         *_state_items(config, needs, size, savepoints, device.type, shared),
@@ -250,6 +253,26 @@ def _bank_note(config: ModelConfig, size: int, device: torch.device) -> str:
     return f"{note}, values in 4 bits, keys in 6{slower}"
 
 
+def _weight_items(
+    config: ModelConfig,
+    size: int,
+    weights: FewBits | None,
+    head_twice: bool,
+    staging: Staging | None,
+    one_memory: bool,
+) -> tuple[Item, ...]:
+    held, note = weights[:2] if weights else _plain_weights(config, size, head_twice)
+    if staging is None:
+        return (("weights", held, note),)
+    buffers = f"{staging.buffers} x a layer in transit"
+    kept = (("host weights", staging.bytes, "in ordinary memory"),) if one_memory else ()
+    return (
+        ("weights", held - staging.bytes, f"{note}; {staging.describe()}"),
+        ("weight buffers", staging.buffer_bytes, buffers),
+        *kept,
+    )
+
+
 def _plain_weights(config: ModelConfig, size: int, head_twice: bool) -> tuple[int, str]:
     held, note = config.parameters, f"{config.parameters / 1e9:.2f} B parameters"
     if head_twice:
@@ -387,6 +410,7 @@ class _Search:
     head_twice: bool = False
     shared: bool = False
     savepoints: int = 0
+    staging: Staging | None = None
 
     @property
     def one_memory(self) -> bool:
@@ -409,6 +433,7 @@ class _Search:
             self.head_twice,
             self.shared,
             self.savepoints,
+            self.staging,
         )
 
     def packing_head(self, context: int) -> _Search:
@@ -430,7 +455,8 @@ class _Search:
 
     def fits(self, context: int, placement: Placement | None) -> bool:
         """Say whether a context with this placement fits on the device and in host memory."""
-        if self.host_bytes(context, placement) > self.host_free * HEADROOM and not self.one_memory:
+        held = self.host_bytes(context, placement) + (self.staging.bytes if self.staging else 0)
+        if held > self.host_free * HEADROOM and not self.one_memory:
             return False
         return self.fits_device(context, placement)
 
@@ -510,15 +536,19 @@ def make_plan(
     """Plan a model as `plan_at` does, with the best chunk for its placement if `chunk` is None.
 
     On a GPU with offloaded layers that is OFFLOAD_CHUNK, if it fits: a chunk of C tokens hides the
-    transfer of a layer's past while C >= operations per second / (4 x link bytes per second).
+    transfer of a layer's past while C >= operations per second / (4 x link bytes per second). With
+    weights that stream, which cross once a chunk, it is the first of LARGER that fits.
     """
-    plan = plan_at(name, config, method, layers, dtype, device, max_context, chunk, **settings)
-    if chunk is not None or plan.placement is None or device.type != "cuda":
+    model = name, config, method, layers, dtype, device
+    free_to_choose = chunk is None and device.type == "cuda"
+    for size in LARGER if free_to_choose and settings.get("staging") else ():
+        found = plan_at(*model, max_context, size, **settings)
+        if found.fits and (max_context or found.max_context >= min(size, config.max_positions)):
+            return found
+    plan = plan_at(*model, max_context, chunk, **settings)
+    if not free_to_choose or plan.placement is None:
         return plan
-    context = max_context or plan.max_context
-    larger = plan_at(
-        name, config, method, layers, dtype, device, context, OFFLOAD_CHUNK, **settings
-    )
+    larger = plan_at(*model, max_context or plan.max_context, OFFLOAD_CHUNK, **settings)
     return larger if larger.fits or not plan.fits else plan
 
 
@@ -542,6 +572,8 @@ def plan_at(
     imagined_host: int | None = None,
     idle_host: int = 0,
     savepoints: int = 0,
+    staging: Staging | None = None,
+    link_rate: float = 0.0,
 ) -> Plan:
     """Plan a model with chunks of `chunk` tokens (None: the device's default).
 
@@ -553,7 +585,8 @@ def plan_at(
     chunk = chunk or default_chunk(device.type, config)
     found = free_bytes(device, budget, host_budget, imagined, imagined_host, idle_host)
     known = config, method, layers, dtype, device, chunk, backend, offload, slots
-    search = _Search(*known, found.bytes, found.host, weights, False, found.shared, savepoints)
+    left = found.bytes, found.host, weights, False, found.shared, savepoints
+    search = _Search(*known, *left, staging)
     size, largest = dtype.itemsize, search.largest_context(max_context)
     context = max_context or max(min(ROUND, config.context_limit), largest)
     search = search.packing_head(context)
@@ -584,6 +617,8 @@ def plan_at(
         prompt_link_bytes=search.link_bytes(context, placement),
         step_link_bytes=step_link_bytes(config, needs, placement, size, context),
         offload=offload,
+        staging=staging,
+        link_rate=link_rate,
         head_copy=search.head_twice * config.vocab_size * config.hidden_size * size,
         kernels=missing() if backend in NATIVE and device.type == "cpu" else "",
     )

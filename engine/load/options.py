@@ -30,6 +30,7 @@ MOST_THREADS = 64  # or four for each core: with 10,000 a token takes 20 s
 OFFLOADS = ("auto", "host", "device")
 SAVEPOINTS = 12  # of a session's recurrent state
 MOST_SAVEPOINTS = 1024
+STREAMED = ("auto", "off", "all")  # or how many layers
 STEPS = ("auto", "fused", "plain")
 WEIGHTS = ("auto", "int8", "int4", "int4:64", "int4:128", "float")
 FP8_SINCE = 8, 9  # the compute capability of the first GPUs that convert 8-bit floats
@@ -71,6 +72,7 @@ class PlanSettings(TypedDict, total=False):
     backend: str
     step: str
     weights: str
+    weights_offload: int | str
     bank: str
     savepoints: int
     check_finite: bool
@@ -110,7 +112,10 @@ class Options:
     normalizes: "fused" (our own kernels), "plain" (torch's operators), or "auto": on a GPU fused,
     if a self-test on the device agrees with plain. weights: "auto" (as stored), "int8" or "int4" to
     round float weights as they are read (int4 has a scale for every 32 columns, "int4:64" and
-    "int4:128" for as many as they say), "float" to dequantise what is stored in few bits. bank:
+    "int4:128" for as many as they say), "float" to dequantise what is stored in few bits.
+    weights_offload: layers whose matrices lie in host memory and stream to the device in every
+    pass: "auto" (on a GPU as many as a model needs that would not fit otherwise), "off", "all" or a
+    number (docs/OFFLOAD.md). bank:
     "model" (K and V in the model's dtype; "auto" is that), "int8", "int4" (values in 4 bits, keys
     in 6) or "fp8" (docs/QUANTISATION.md). savepoints: earlier states that a session of a model with
     recurrent layers keeps in host memory, so that going back reads few tokens again (0: none); of a
@@ -139,6 +144,7 @@ class Options:
     backend: str = "auto"
     step: str = "auto"
     weights: str = "auto"
+    weights_offload: int | str = "auto"
     bank: str = "auto"
     savepoints: int = SAVEPOINTS
     check_finite: bool = True
@@ -160,6 +166,10 @@ class Options:
         one_of("offload", self.offload, OFFLOADS)
         one_of("step", self.step, STEPS)
         one_of("weights", self.weights, WEIGHTS)
+        if isinstance(self.weights_offload, str):
+            one_of("weights_offload", self.weights_offload, STREAMED)
+        else:
+            integer("weights_offload", self.weights_offload, 0, MOST)
         one_of("bank", self.bank, BANKS)
         if self.rope is not None and not isinstance(self.rope, str):
             raise SettingError(f"rope: found {found(self.rope)}, expected a text such as 'yarn:4'")

@@ -6,6 +6,7 @@ for methods, placements and plans.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from engine.load.ahead.launches import FirstAnswer
 from engine.load.files import ModelFiles, rounding
 from engine.load.memory import default_chunk, make_plan, prefill_bytes
 from engine.load.options import Options
-from engine.load.report import Plan
+from engine.load.report import LARGER, Plan
+from engine.load.staged.choice import CONTEXT, fewest_streamed, may_stream, streamed_layers
+from engine.load.staged.sizes import layer_sizes
+from engine.load.staged.staging import Staging, spread
 from engine.methods.base import Method
 from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.full import Full
@@ -69,12 +73,17 @@ class Planner:
         method = options.method if options.method is not None else self._default_method()
         self.method, layers = self.resolve_method(method)
         options.require_positions(config, self.method, layers)
+        self.staging = self._streaming(streamed_layers(options, config, self.device))
         self._plan = self._make_plan(self.method, layers, options.max_context, options.chunk)
+        self._stream_what_does_not_fit(layers)
         self.config = self.config.at_context(self._plan.max_context)
 
     def asked(self, host_tier: HostTier | None = None, **settings: Any) -> Planner:
         """A planner of the same model with other settings, over host memory of its own or this."""
-        options = Options.of({**vars(self.options), **settings})
+        own = dict(vars(self.options))
+        if host_tier is not None:  # over weights that are where they are
+            own["weights_offload"] = len(self.staging.layers) if self.staging else "off"
+        options = Options.of({**own, **settings})
         known = self.folder, self.resolved, self.files
         return Planner(self.name, self.config, options, *known, host_tier)
 
@@ -82,10 +91,39 @@ class Planner:
         """The most bytes of host memory that sessions may take; None: no limit."""
         limit = self.options.ram_budget
         if self.device.type == "cuda" and not self._plan.shared:
-            return limit or int(self._plan.host_free * HEADROOM)
+            limit = limit or int(self._plan.host_free * HEADROOM)
+            return max(1, limit - self._plan.staged_bytes)
         if self._plan.shared and limit is None:
             limit = int(self._plan.free * HEADROOM)
         return None if limit is None else self.plan(offload="host").left_for_host(limit)
+
+    @functools.cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        """Bytes of the matrices of every layer."""
+        held = self.rounding, self.dtype, self.device, self.options.backend
+        return layer_sizes(self.config, *held)
+
+    def _streaming(self, count: int) -> Staging | None:
+        """`count` layers that stream; None for none."""
+        return Staging(spread(count, self.config.num_layers), self._sizes) if count else None
+
+    def _stream_what_does_not_fit(self, layers: LayerPlan) -> None:
+        """Plan with the fewest layers that have to stream, where the model would be refused."""
+        options, config = self.options, self.config
+        if self.staging or not may_stream(options, config, self.device, self._plan):
+            return
+        context = options.max_context or min(config.max_positions, CONTEXT)
+        for chunk in (*LARGER, None) if options.chunk is None else (options.chunk,):
+
+            def planned(count: int, chunk: int | None = chunk) -> Plan:
+                self.staging = self._streaming(count)
+                return self._make_plan(self.method, layers, context, chunk)
+
+            count = fewest_streamed(planned, config.num_layers)
+            self.staging = self._streaming(count)
+            if count:
+                break
+        self._plan = self._make_plan(self.method, layers, options.max_context, chunk)
 
     def _make_plan(
         self,
@@ -115,6 +153,8 @@ class Planner:
             imagined_host=options.imagined_host,
             idle_host=self.host_tier.idle,
             savepoints=options.savepoints,
+            staging=self.staging,
+            link_rate=self.host_tier.rate,
         )
         if not options.forever:
             return plan

@@ -9,6 +9,7 @@ from engine.base.errors import OutOfMemoryPlan
 from engine.base.figures import brief, human
 from engine.base.newest_tokens import BYTES, KEPT
 from engine.load.link_bytes import SLOW_LINK
+from engine.load.staged.staging import Staging
 from engine.methods.base import Method
 from engine.plan.free_memory import HEADROOM
 from engine.plan.layers import LayerPlan, mem_from_budget
@@ -17,6 +18,8 @@ from engine.plan.placement import Placement
 # A chunk of this many tokens takes as long to compute as an offloaded layer takes to stream back:
 # 3.3K tokens at 650 TFLOP/s and 50 GB/s (docs/OFFLOAD.md)
 OFFLOAD_CHUNK = 4096
+# Streamed weights cross once a chunk: at 25 GB/s they would hide under 26K tokens of 16 bits
+LARGER = (8192, OFFLOAD_CHUNK)
 ROUND = 64  # contexts are whole blocks of tokens
 
 Item = tuple[str, int, str]  # name, bytes, note
@@ -35,9 +38,10 @@ class Plan:
     that a stream's step reads of the retained ones; 0: all. kept: bytes of K
     and V that an evicting method keeps after a prompt of max_context; 0 for other methods. outlook:
     what exact mode promises at max_context. prompt_link_bytes, step_link_bytes: the most that
-    reading max_context tokens, and a step after them, brings from host memory. offload: what was
-    asked: "auto", "host" or "device". head_copy: bytes of a tied lm_head that is held a second
-    time, packed for products. kernels: why a CPU's steps run torch's operators; "" where they run
+    reading max_context tokens, and a step after them, brings of rows from host memory. offload:
+    what was asked: "auto", "host" or "device". staging: layers whose weights stream; None: none.
+    link_rate: measured bytes per second of copies from host memory; 0: not measured. head_copy:
+    bytes of a tied lm_head that is held a second time, packed for products. kernels: why a CPU's steps run torch's operators; "" where they run
     our kernels. forever: sessions are streams without end, and max_context is what they hold.
     """
 
@@ -67,6 +71,8 @@ class Plan:
     prompt_link_bytes: int = 0
     step_link_bytes: int = 0
     offload: str = "auto"
+    staging: Staging | None = None
+    link_rate: float = 0.0
     head_copy: int = 0
     kernels: str = ""
     forever: bool = False
@@ -86,13 +92,28 @@ class Plan:
     @property
     def step_weights(self) -> int:
         """Bytes of weights that a step reads: all but an embedding that has a copy for products."""
-        return self.bytes_of("weights") - self.head_copy
+        return self.bytes_of("weights") + self.staged_bytes - self.head_copy
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of weights in host memory, which every decode step brings to the device."""
+        return self.staging.bytes if self.staging else 0
+
+    @property
+    def host_total(self) -> int:
+        """Bytes in host memory: of one session's host tier, and of weights."""
+        return self.host_bytes + self.staged_bytes
+
+    @property
+    def prompt_weight_bytes(self) -> int:
+        """Bytes of weights that reading max_context tokens brings over: once a chunk."""
+        return -(-self.max_context // self.chunk) * self.staged_bytes
 
     @property
     def fits(self) -> bool:
         """Whether both peaks stay within the device and host memory that a plan may use."""
         return self.total <= self.free * HEADROOM and (
-            self.device == "cpu" or self.host_bytes <= self.host_free * HEADROOM
+            self.device == "cpu" or self.host_total <= self.host_free * HEADROOM
         )
 
     @property
@@ -125,7 +146,8 @@ class Plan:
         """One line on what lives where."""
         if self.placement is None:
             whose = ", whose memory is the host's" if self.shared else ""
-            return f"everything on the device{whose}{self.unheeded and f'; {self.unheeded}'}"
+            kept = "everything" if self.staging is None else "all of the bank"
+            return f"{kept} on the device{whose}{self.unheeded and f'; {self.unheeded}'}"
         line = f"{self.placement.describe()}; {human(self.host_bytes)} of {self.host_name}"
         if self.shared:
             line += "; it is the device's memory too: offload=auto reads those rows in place"
@@ -191,6 +213,7 @@ class Plan:
             "placement": self.where,
             "prompt_link_bytes": self.prompt_link_bytes,
             "step_link_bytes": self.step_link_bytes,
+            **(self._staged_figures() if self.staging else {}),
             **({"outlook": self.outlook} if self.outlook else {}),
             **({"kernels": self.kernels} if self.kernels else {}),
         }
@@ -239,6 +262,7 @@ class Plan:
                 f"reads     {self.mem:.1%} of the bank in a step (the paper's Mem%); {held}",
                 f"largest context that fits here: {self.largest_context} tokens",
             ]
+        lines += self._staged_lines()
         if self.prompt_link_bytes:
             lines.append(
                 f"reading   {self.max_context} tokens brings at most "
@@ -261,6 +285,36 @@ class Plan:
             lines.append(self.note)
         return "\n".join(lines)
 
+    def _staged_figures(self) -> dict[str, Any]:
+        assert self.staging is not None
+        return {
+            "staged_layers": list(self.staging.layers),
+            "staged_weight_bytes": self.staged_bytes,
+            "prompt_weight_bytes": self.prompt_weight_bytes,
+        }
+
+    def _staged_lines(self) -> list[str]:
+        """Say what streamed weights cost, before anything is loaded."""
+        if self.staging is None:
+            return []
+        lines = [f"streaming weights of {self.staging.named}: {human(self.staged_bytes)} a step"]
+        if self.device == "cpu":
+            return [f"{lines[0]}, copied within RAM"]
+        rate = self.link_rate or SLOW_LINK
+        said = f"{rate / 1e9:.3g} GB/s ({'measured' if self.link_rate else 'assumed'})"
+        chunks, most = -(-self.max_context // self.chunk), rate / self.staged_bytes
+        lines[0] += f", at most {most:.2g} tokens/s at {said}"
+        if self.step_link_bytes:
+            both = rate / (self.staged_bytes + self.step_link_bytes)
+            lines[0] += f", {both:.2g} with {human(self.step_link_bytes)} of rows"
+        seconds = self.prompt_weight_bytes / rate
+        lines.append(
+            f"reading   {self.max_context} tokens brings {human(self.prompt_weight_bytes)} of "
+            f"weights over in chunks of {self.chunk} ({chunks} x {human(self.staged_bytes)}): "
+            f"{seconds:.2g} s at {said}"
+        )
+        return lines
+
     def no_room(self, capacity: int) -> OutOfMemoryPlan:
         """Make the error for a session that the allocator refused."""
         return OutOfMemoryPlan(
@@ -275,6 +329,14 @@ class Plan:
         """
         if self.fits:
             return
+        if self.total <= self.free * HEADROOM and self.staging is not None:
+            raise OutOfMemoryPlan(
+                f"{self.model} at {self.max_context} tokens needs "
+                f"{human(self.host_total)} of host memory "
+                f"({human(self.staged_bytes)} for weights that do not fit on the device), but only "
+                f"{human(self.host_free * HEADROOM)} of {self.host_name} may be used; remedies: "
+                f"weights='int4', then a smaller {flag}, then a smaller model"
+            )
         if self.total <= self.free * HEADROOM:
             raise OutOfMemoryPlan(
                 f"{self.model} at {self.max_context} tokens needs {human(self.host_bytes)} of host "

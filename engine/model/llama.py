@@ -8,8 +8,9 @@ model from the tensors that engine/model/tensors.py lists.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ from kernels.quant.linear import QuantisedLinear, pack_quantised
 from kernels.quant.matrix import Quantised
 
 NORMS = ("input_norm", "q_norm", "k_norm", "o_norm", "post_norm", "down_norm")
+OWN = ("qkv", "o", "gate", "gate_up", "down", "mixer_in", "mixer_out")  # a layer's own matrices
 Held = Linear | QuantisedLinear
 Matrix = Held | Joined
 Embedding = torch.Tensor | QuantisedLinear | SharedTable
@@ -78,26 +80,52 @@ class Layer:
     @property
     def matrices(self) -> list[Matrix]:
         """The matrices that this layer has, but for the router of a mixture."""
-        found = [self.qkv, self.o, self.gate, self.gate_up, self.down]
-        found += [self.mixer_in, self.mixer_out]
+        found: list[Matrix | None] = [getattr(self, name) for name in OWN]
         found.append(None if self.latent is None else self.latent.query)
         experts = [] if self.mixture is None else self.mixture.matrices
         return [matrix for matrix in found if matrix is not None] + experts
 
+    def mapped(self, change: Callable[[Matrix], Matrix]) -> Layer:
+        """Return the same layer with what `change` makes of each of its matrices, always in the
+        same order.
+        """
+        found = {name: getattr(self, name) for name in OWN}
+        made = {name: change(matrix) for name, matrix in found.items() if matrix is not None}
+        latent = self.latent and self.latent.mapped(change)
+        mixture = self.mixture and self.mixture.mapped(change)
+        return replace(self, latent=latent, mixture=mixture, **made)
+
     def on_torch(self) -> Layer:
         """Return the same layer, multiplied by torch's operators alone."""
-        return replace(
-            self,
-            qkv=self.qkv.on_torch(),
-            o=self.o.on_torch(),
-            gate_up=None if self.gate_up is None else self.gate_up.on_torch(),
-            down=None if self.down is None else self.down.on_torch(),
-            gate=None if self.gate is None else self.gate.on_torch(),
-            mixer_in=None if self.mixer_in is None else self.mixer_in.on_torch(),
-            mixer_out=None if self.mixer_out is None else self.mixer_out.on_torch(),
-            mixture=None if self.mixture is None else self.mixture.on_torch(),
-            latent=None if self.latent is None else self.latent.on_torch(),
-        )
+        return self.mapped(lambda matrix: matrix.on_torch())
+
+
+class Staged(Protocol):
+    """Layers whose matrices come to the device in turn (engine/forward/staged/)."""
+
+    pinned: bool
+    streamed: int  # bytes that came over
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in host memory."""
+        ...
+
+    def turns(self, layers: Sequence[Layer], first: int = 0) -> Iterator[tuple[int, Layer]]:
+        """As Llama.turns."""
+        ...
+
+    def arrive(self, number: int) -> None:
+        """As Llama.arrive."""
+        ...
+
+    def place(self, number: int) -> None:
+        """As Llama.place."""
+        ...
+
+    def replayed(self, layers: int) -> None:
+        """Count a pass that a graph made."""
+        ...
 
 
 @dataclass
@@ -113,6 +141,7 @@ class Llama:
     lm_head: Matrix  # [vocab, hidden]
     per_layer: PerLayer | None = None
     altup: AltUp | None = None  # of models with several streams
+    staged: Staged | None = None  # layers that stream; None: all stay on the device
 
     def __post_init__(self) -> None:
         """Round what embeddings are multiplied by: a step asks no tensor for it."""
@@ -180,6 +209,29 @@ class Llama:
         layers = [layer.on_torch() for layer in self.layers]
         more = None if self.per_layer is None else self.per_layer.on_torch()
         return replace(self, embed=embed, layers=layers, lm_head=head, per_layer=more)
+
+    def turns(self, first: int = 0) -> Iterator[tuple[int, Layer]]:
+        """Go through the layers from number `first` on in order: (number, layer), each with its
+        matrices in place for the work that is issued before the next is asked for.
+        """
+        if self.staged is not None:
+            return self.staged.turns(self.layers, first)
+        return ((number, self.layers[number]) for number in range(first, len(self.layers)))
+
+    def arrive(self, number: int) -> None:
+        """Have the matrices of a layer in place before its turn, in that of the layer before."""
+        if self.staged is not None:
+            self.staged.arrive(number)
+
+    def place(self, number: int) -> None:
+        """Put the matrices of a layer in place outside of `turns`."""
+        if self.staged is not None:
+            self.staged.place(number)
+
+    def replayed(self) -> None:
+        """Note that a graph has gone through all layers."""
+        if self.staged is not None:
+            self.staged.replayed(len(self.layers))
 
     def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map tokens int64 [...] to the first layer's x [..., hidden]."""
@@ -423,7 +475,7 @@ def _added(
     return x + part if block.residual == 1.0 else x + part * block.residual
 
 
-_PACKED = ("qkv", "o", "queries", "gate", "gate_up", "down", "mixer_in", "mixer_out")
+PACKED = ("qkv", "o", "queries", "gate", "gate_up", "down", "mixer_in", "mixer_out")
 _PER_LAYER = ("layer_gate", "layer_out", "layer_inputs")
 _FOLDED = (*NORMS, "norm")
 SMALL = 32 << 20  # bytes of a tensor that may be twice in memory for a moment
@@ -438,6 +490,7 @@ def assemble(
     few_bits: str = "auto",
     head_twice: bool = False,
     stacked: bool = False,
+    keep: Callable[[str, Held], Held] | None = None,
 ) -> Llama:
     """Build a Llama from (target name, tensor) pairs in any order.
 
@@ -445,7 +498,8 @@ def assemble(
     lives. A tied lm_head may come all the same, in few bits; before an embedding in few bits. form,
     few_bits: how floats and few bits are held, as pack_linear and pack_quantised (kernels/) say.
     head_twice: hold a tied lm_head beside the embedding, in the form that is fastest. stacked: hold
-    the experts of a layer in one tensor, from which the device chooses.
+    the experts of a layer in one tensor, from which the device chooses. keep: makes of each matrix
+    of a layer, by its target's name, what is kept of it.
     """
     stacks = None
     if stacked and config.experts is not None:
@@ -465,7 +519,7 @@ def assemble(
         if isinstance(tensor, torch.Tensor):
             coming -= tensor.nbytes
             tensor = _placed(tensor, form, coming)
-        if kind not in (*_PACKED, *_PER_LAYER):
+        if kind not in (*PACKED, *_PER_LAYER):
             assert isinstance(tensor, torch.Tensor)
             # for a moment there are two of it, where the weights to come will lie
             if kind == "lm_head" and coming >= tensor.nbytes:
@@ -486,6 +540,8 @@ def assemble(
                 packed[base] = pack_quantised(weight, bias, dtype, few_bits)
             else:
                 packed[base] = pack_linear(weight, bias, form=form)
+            if keep is not None and kind in PACKED:
+                packed[base] = keep(base, packed[base])
             del weight
     embed = packed.get("embed", plain.get("embed"))
     assert embed is not None and not isinstance(embed, Linear | Joined)

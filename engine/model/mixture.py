@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -112,9 +112,9 @@ class Mixture:
         """The experts' matrices."""
         return [*self.gate_up, *self.down]
 
-    def on_torch(self) -> Mixture:
-        """Return the same mixture, multiplied by torch's operators alone."""
-        gate_up, down = ([m.on_torch() for m in held] for held in (self.gate_up, self.down))
+    def mapped(self, change: Callable[[Any], Any]) -> Mixture:
+        """Return the same mixture with what `change` makes of each of its experts' matrices."""
+        gate_up, down = ([change(m) for m in held] for held in (self.gate_up, self.down))
         return replace(self, gate_up=gate_up, down=down)
 
     def on_host(self) -> Mixture:

@@ -75,6 +75,11 @@ class ShareLLM(LLM):
             raise SettingError(f"compile: found True with {count} ranks, expected None or False")
         if options.forever:
             raise SettingError(f"forever: found True with {count} ranks, expected False")
+        if self.planner.staging:
+            raise SettingError(
+                f"weights_offload: found {options.weights_offload!r} with {count} ranks, expected "
+                "'off'"
+            )
         self._require_whole_groups()
         self._require(self.method)
 

@@ -84,6 +84,8 @@ class SessionStats:
     # came back from host memory otherwise: whole layers, blocks, rows that a method waited for, the
     # tails that rings begin with; no rows of a ring or a staging buffer, which lie on the device
     bytes_streamed: int = 0
+    # of weights, since the model was loaded, for all sessions together
+    weight_bytes_streamed: int = 0
     # chunks of a layer that had to wait for a staging buffer still being written to the host
     staging_stalls: int = 0
     # exact mode: steps of full attention, tokens drafted for them and accepted; what the cycles
@@ -453,6 +455,7 @@ def held_figures(session: SessionState) -> dict[str, Any]:
         selection_bytes=runtime.nbytes,
         state_bytes=0 if state is None else state.nbytes,
         savepoint_bytes=session.history.states.nbytes,
+        weight_bytes_streamed=session.loaded.weight_bytes_streamed,
         mem=mem_from_budget(k, prompt, plan.dense_share) if k and plan.partial_layers else 1.0,
         **session.bank.figures(),
     )

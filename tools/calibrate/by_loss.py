@@ -116,6 +116,7 @@ def settings_of(llm: LLM, args: argparse.Namespace, both: tuple[Texts, Texts]) -
     model = llm.model
     assert model is not None and llm.folder is not None
     weights, last = hashlib.sha256(), model.layers[-1]
+    model.place(len(model.layers) - 1)
     first = model.embedded(torch.arange(64, device=model.device))
     for tensor in (first, last.norms[-1], last.o.weight[:64]):
         weights.update(str(tensor.double().flatten().tolist()).encode())

@@ -97,7 +97,7 @@ def hidden(
     config, found = model.config, []
     turns = rotary.of_layers(torch.arange(len(ids)).unsqueeze(0), len(ids))
     x, more = model.begun(ids.unsqueeze(0))
-    for number, layer in enumerate(model.layers):
+    for number, layer in model.turns():
         qkv = pre_attention(layer, x, *turns[number], *config.sizes_of(number))[:3]
         out = F.scaled_dot_product_attention(
             *(t.transpose(1, 2) for t in qkv), attn_mask=mask, scale=config.scale, enable_gqa=True

@@ -81,7 +81,7 @@ def probe(
     config, found = model.config, []
     turns = rotary.of_layers(torch.arange(len(ids)).unsqueeze(0), len(ids))
     x, more = model.begun(torch.tensor(ids).unsqueeze(0))
-    for number, layer in enumerate(model.layers):
+    for number, layer in model.turns():
         q, k, v = pre_attention(layer, x, *turns[number], *config.sizes_of(number))[:3]
         scores = head_scores(q[0], k[0], config.scale, first, length)
         found.append([t.view(-1, config.group).amax(1) for t in scores])

@@ -40,6 +40,11 @@ class HostTier:
         return 0 if self._pool is None else self._pool.idle
 
     @property
+    def rate(self) -> float:
+        """Bytes per second of a contiguous copy, where the link was measured; else 0."""
+        return 0.0 if self._link is None else self._link.copy or 0.0
+
+    @property
     def link(self) -> Link:
         """How rows travel between the pool and the device."""
         return self._measured()[1]

@@ -38,6 +38,7 @@ def foresee(
     wanted = [i for i, runtime in seers.items() if after in runtime.ahead]
     if not wanted:
         return
+    form.model.arrive(after)
     parts = [rows for (rows,) in split_rows(steps, x)]
     rows = torch.cat([parts[i] for i in wanted], dim=1)
     cos, sin = (torch.cat(same, dim=1) for same in zip(*(turns[i][after] for i in wanted)))

@@ -14,7 +14,9 @@ of 1,152 in DeepSeek-V2 and V3. Latent.expands counts when.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,9 +48,9 @@ class LatentHeads:
         norms = [self.norm] if self.query_norm is None else [self.norm, self.query_norm]
         return [self.key, self.value, *norms]
 
-    def on_torch(self) -> LatentHeads:
-        """Return the same weights, multiplied by torch's operators alone."""
-        return self if self.query is None else replace(self, query=self.query.on_torch())
+    def mapped(self, change: Callable[[Any], Any]) -> LatentHeads:
+        """Return the same weights with what `change` makes of the matrix of the queries."""
+        return self if self.query is None else replace(self, query=change(self.query))
 
     def split(
         self, projected: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, absorb: bool = True
