@@ -24,5 +24,7 @@ def introduce(planner: Planner, display: Display) -> None:
     )
     if note := start_note(planner):
         display.note(note)
+    if plan.streaming:
+        display.note(plan.streaming)
     if plan.covered:
         display.note(plan.covered)

@@ -40,7 +40,7 @@ def plan_verdict(planner: Planner) -> tuple[bool, str]:
         if plan.device != "cpu" and (plan.placement is not None or plan.staging is not None):
             line += f", {human(plan.host_total)} of the {human(plan.host_free * HEADROOM)} of host "
             line += f"memory that may be used (of {plan.host_name})"
-        return True, line
+        return True, line + _without_streaming(planner)
     over, host = need.bytes - plan.free * HEADROOM, plan.host_total - plan.host_free * HEADROOM
     short = [f"{human(over)} too much for {allowed}"] if over > 0 else []
     if plan.device != "cpu" and host > 0:
@@ -55,6 +55,20 @@ def plan_verdict(planner: Planner) -> tuple[bool, str]:
         return _of_plan(planner.plan(**settings))
 
     return False, f"does not fit: {' and '.join(short)}; {_remedies(planner, needed, found)}"
+
+
+def _without_streaming(planner: Planner) -> str:
+    """Name the first form in which no weights have to stream, where some do of themselves."""
+    if planner.staging is None or planner.options.weights_offload != "auto":
+        return ""
+    for form in (form for form in FORMS if _smaller(planner, form)):
+        try:
+            plan = planner.plan(**form, weights_offload="off")
+        except SettingError:
+            continue
+        if plan.fits and plan.max_context >= planner.max_context:
+            return f"; nothing streams with {flags(form)} ({human(plan.total)})"
+    return ""
 
 
 def slots_verdict(planner: Planner, slots: Callable[..., SlotPlan]) -> tuple[bool, str]:

@@ -41,8 +41,9 @@ class Plan:
     reading max_context tokens, and a step after them, brings of rows from host memory. offload:
     what was asked: "auto", "host" or "device". staging: layers whose weights stream; None: none.
     link_rate: measured bytes per second of copies from host memory; 0: not measured. head_copy:
-    bytes of a tied lm_head that is held a second time, packed for products. kernels: why a CPU's steps run torch's operators; "" where they run
-    our kernels. forever: sessions are streams without end, and max_context is what they hold.
+    bytes of a tied lm_head that is held a second time, packed for products. kernels: why a CPU's
+    steps run torch's operators; "" where they run our kernels. forever: sessions are
+    streams without end, and max_context is what they hold.
     """
 
     model: str
@@ -293,25 +294,44 @@ class Plan:
             "prompt_weight_bytes": self.prompt_weight_bytes,
         }
 
+    @property
+    def _rate(self) -> tuple[float, str]:
+        """Bytes per second of copies from host memory, and the words for them."""
+        rate = self.link_rate or SLOW_LINK
+        return rate, f"{rate / 1e9:.3g} GB/s ({'measured' if self.link_rate else 'assumed'})"
+
+    @property
+    def streaming(self) -> str:
+        """One line on the weights that stream and the most tokens per second that their link
+        allows; "" where none do.
+        """
+        if self.staging is None:
+            return ""
+        line = f"weights of {self.staging.named} stream: {human(self.staged_bytes)} a step"
+        if self.device == "cpu":
+            return f"{line}, copied within RAM"
+        rate, said = self._rate
+        line += f", at most {rate / self.staged_bytes:.2g} tokens/s at {said}"
+        if self.step_link_bytes:
+            both = rate / (self.staged_bytes + self.step_link_bytes)
+            line += f", {both:.2g} with {human(self.step_link_bytes)} of rows"
+        return line
+
     def _staged_lines(self) -> list[str]:
         """Say what streamed weights cost, before anything is loaded."""
         if self.staging is None:
             return []
-        lines = [f"streaming weights of {self.staging.named}: {human(self.staged_bytes)} a step"]
+        lines, chunks = (
+            [self.streaming.replace("weights", "weights  ", 1)],
+            -(-self.max_context // self.chunk),
+        )
         if self.device == "cpu":
-            return [f"{lines[0]}, copied within RAM"]
-        rate = self.link_rate or SLOW_LINK
-        said = f"{rate / 1e9:.3g} GB/s ({'measured' if self.link_rate else 'assumed'})"
-        chunks, most = -(-self.max_context // self.chunk), rate / self.staged_bytes
-        lines[0] += f", at most {most:.2g} tokens/s at {said}"
-        if self.step_link_bytes:
-            both = rate / (self.staged_bytes + self.step_link_bytes)
-            lines[0] += f", {both:.2g} with {human(self.step_link_bytes)} of rows"
-        seconds = self.prompt_weight_bytes / rate
+            return lines
+        rate, said = self._rate
         lines.append(
             f"reading   {self.max_context} tokens brings {human(self.prompt_weight_bytes)} of "
             f"weights over in chunks of {self.chunk} ({chunks} x {human(self.staged_bytes)}): "
-            f"{seconds:.2g} s at {said}"
+            f"{self.prompt_weight_bytes / rate:.2g} s of transfers at {said}"
         )
         return lines
 

@@ -26,6 +26,7 @@ class Decoder:
 
     def __init__(self, gpu, fails=False):
         self.gpu, self.fails, self.steps = gpu, fails, []
+        self.model = SimpleNamespace(replayed=lambda: None)
 
     def step(self, token, length, bank, bucket):
         self.steps.append((self.gpu.streams[-1], gc.isenabled()))

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import engine.forward.graphs as step_runner
-from engine import Exact, OmniKV, SamplingParams
+from engine import Exact, Full, OmniKV, SamplingParams
 from engine.bank.host.streams import SideStream
 from tests.builders import random_ids, session_config, tiny_llm
 
@@ -70,7 +70,8 @@ def captures(monkeypatch):
     monkeypatch.setattr(SideStream, "record_event", lambda stream: made.record())
     monkeypatch.setattr(SideStream, "wait_event", lambda stream, event: made.wait(event))
     for name, module in list(sys.modules.items()):
-        if name.startswith("engine.bank.") and name != "engine.bank.host.streams":
+        ours = name.startswith(("engine.bank.", "engine.forward.staged."))
+        if ours and name != "engine.bank.host.streams":
             if hasattr(module, "wait"):
                 monkeypatch.setattr(module, "wait", made.wait)
     monkeypatch.setattr(step_runner, "captured", made.captured)
@@ -105,3 +106,21 @@ def test_a_captured_step_waits_for_its_own_events_only(captures, method, by_laye
     with llm.session(offload="device") as plain:
         wanted = [piece.token_id for piece in plain.generate(random_ids(300), ANSWER)]
     assert ids == wanted
+
+
+def test_a_captured_step_brings_its_own_weights(captures, monkeypatch):
+    """Every pass waits for copies of its own, and a replay is counted as the pass that it is."""
+    plain = tiny_llm(Full(), max_context=1024)
+    llm = tiny_llm(Full(), max_context=1024, weights_offload=5)
+    llm.loaded = replace(llm.load(), graphs=True)
+    monkeypatch.setattr(
+        "engine.forward.staged.ring._capturing", lambda device: captures.now or captures.replays
+    )
+    with llm.session() as session, plain.session() as other:
+        session.runner._own_step.captures = True
+        session.runner._dense_step.captures = True
+        ids = [piece.token_id for piece in session.generate(random_ids(100), ANSWER)]
+        wanted = [piece.token_id for piece in other.generate(random_ids(100), ANSWER)]
+        passes = -(-100 // llm.chunk) + session.stats.decode_steps + step_runner.WARM_UP
+        assert session.stats.weight_bytes_streamed == passes * llm.plan().staged_bytes
+    assert ids == wanted and captures.count == 1 and captures.waited >= 5
