@@ -63,7 +63,7 @@ def _without_streaming(planner: Planner) -> str:
         return ""
     for form in (form for form in FORMS if _smaller(planner, form)):
         try:
-            plan = planner.plan(**form, weights_offload="off")
+            plan = planner.asked(**form, weights_offload="off").plan()
         except SettingError:
             continue
         if plan.fits and plan.max_context >= planner.max_context:

@@ -15,9 +15,9 @@ import torch
 from engine.bank.query_ring import SLOTS as RING
 from engine.bank.recurrent.state import FOLD, KEPT, snapshot_bytes, state_bytes
 from engine.base.figures import human
+from engine.forward.staged.staging import Staging
 from engine.load.link_bytes import prompt_link_bytes, step_link_bytes
 from engine.load.report import LARGER, OFFLOAD_CHUNK, ROUND, Item, Plan
-from engine.load.staged.staging import Staging
 from engine.methods.base import Method, scratch_shape
 from engine.model.config.config import ModelConfig
 from engine.model.config.latent import OPENED_ROWS, Latent
@@ -573,20 +573,19 @@ def plan_at(
     idle_host: int = 0,
     savepoints: int = 0,
     staging: Staging | None = None,
-    link_rate: float = 0.0,
 ) -> Plan:
     """Plan a model with chunks of `chunk` tokens (None: the device's default).
 
-    max_context None: the model's own length or what fits. budget, host_budget: bytes of device and
-    host memory to stay within. imagined, imagined_host, idle_host: as in `free_bytes`. offload:
-    "auto" offloads on a GPU what does not fit, "host" all that can be, "device" nothing. slots: per
-    selected token. weights: see `memory_items`.
+    max_context None: the model's own length or what fits. budget, host_budget: most bytes of device
+    and host memory. imagined, imagined_host, idle_host: as in `free_bytes`. offload: "auto" (on a
+    GPU what does not fit), "host" or "device". weights, staging: as in `memory_items`.
     """
     chunk = chunk or default_chunk(device.type, config)
     found = free_bytes(device, budget, host_budget, imagined, imagined_host, idle_host)
-    known = config, method, layers, dtype, device, chunk, backend, offload, slots
-    left = found.bytes, found.host, weights, False, found.shared, savepoints
-    search = _Search(*known, *left, staging)
+    own = config, method, layers, dtype, device, chunk, backend, offload, slots
+    search = _Search(
+        *own, found.bytes, found.host, weights, False, found.shared, savepoints, staging
+    )
     size, largest = dtype.itemsize, search.largest_context(max_context)
     context = max_context or max(min(ROUND, config.context_limit), largest)
     search = search.packing_head(context)
@@ -617,8 +616,6 @@ def plan_at(
         prompt_link_bytes=search.link_bytes(context, placement),
         step_link_bytes=step_link_bytes(config, needs, placement, size, context),
         offload=offload,
-        staging=staging,
-        link_rate=link_rate,
         head_copy=search.head_twice * config.vocab_size * config.hidden_size * size,
         kernels=missing() if backend in NATIVE and device.type == "cpu" else "",
     )

@@ -7,20 +7,21 @@ for methods, placements and plans.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from engine.bank.pool.host_tier import HostTier
 from engine.base.errors import SettingError
 from engine.forward.native_backend import require_native
+from engine.forward.staged.staging import Staging, spread
 from engine.load.ahead.launches import FirstAnswer
 from engine.load.files import ModelFiles, rounding
 from engine.load.memory import default_chunk, make_plan, prefill_bytes
 from engine.load.options import Options
 from engine.load.report import LARGER, Plan
-from engine.load.staged.choice import CONTEXT, fewest_streamed, may_stream, streamed_layers
+from engine.load.staged.choice import CONTEXT, fewest_streamed, movable, streamed_layers
 from engine.load.staged.sizes import layer_sizes
-from engine.load.staged.staging import Staging, spread
 from engine.methods.base import Method
 from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.full import Full
@@ -73,7 +74,9 @@ class Planner:
         method = options.method if options.method is not None else self._default_method()
         self.method, layers = self.resolve_method(method)
         options.require_positions(config, self.method, layers)
-        self.staging = self._streaming(streamed_layers(options, config, self.device))
+        self._triton = choose_for(options.backend, self.device) == "triton"
+        asked = streamed_layers(options.weights_offload, config, self._triton)
+        self.staging = self._streaming(asked)
         self._plan = self._make_plan(self.method, layers, options.max_context, options.chunk)
         self._stream_what_does_not_fit(layers)
         self.config = self.config.at_context(self._plan.max_context)
@@ -109,17 +112,18 @@ class Planner:
 
     def _stream_what_does_not_fit(self, layers: LayerPlan) -> None:
         """Plan with the fewest layers that have to stream, where the model would be refused."""
-        options, config = self.options, self.config
-        if self.staging or not may_stream(options, config, self.device, self._plan):
+        options, config, plan = self.options, self.config, self._plan
+        by_itself = options.weights_offload == "auto" and self.device.type == "cuda"
+        if not by_itself or plan.shared or plan.fits_device or not movable(config, self._triton):
             return
         context = options.max_context or min(config.max_positions, CONTEXT)
         for chunk in (*LARGER, None) if options.chunk is None else (options.chunk,):
 
-            def planned(count: int, chunk: int | None = chunk) -> Plan:
+            def fits(count: int, chunk: int | None = chunk) -> bool:
                 self.staging = self._streaming(count)
-                return self._make_plan(self.method, layers, context, chunk)
+                return self._make_plan(self.method, layers, context, chunk).fits_device
 
-            count = fewest_streamed(planned, config.num_layers)
+            count = fewest_streamed(fits, config.num_layers)
             self.staging = self._streaming(count)
             if count:
                 break
@@ -154,8 +158,8 @@ class Planner:
             idle_host=self.host_tier.idle,
             savepoints=options.savepoints,
             staging=self.staging,
-            link_rate=self.host_tier.rate,
         )
+        plan = replace(plan, staging=self.staging, link_rate=self.host_tier.rate)
         if not options.forever:
             return plan
         needs = method.needs(layers, self.config, plan.max_context, self.dtype.itemsize)

@@ -8,8 +8,8 @@ from typing import Any
 from engine.base.errors import OutOfMemoryPlan
 from engine.base.figures import brief, human
 from engine.base.newest_tokens import BYTES, KEPT
+from engine.forward.staged.staging import Staging
 from engine.load.link_bytes import SLOW_LINK
-from engine.load.staged.staging import Staging
 from engine.methods.base import Method
 from engine.plan.free_memory import HEADROOM
 from engine.plan.layers import LayerPlan, mem_from_budget
@@ -111,9 +111,14 @@ class Plan:
         return -(-self.max_context // self.chunk) * self.staged_bytes
 
     @property
+    def fits_device(self) -> bool:
+        """Whether the peak on the device stays within the memory that a plan may use."""
+        return self.total <= self.free * HEADROOM
+
+    @property
     def fits(self) -> bool:
         """Whether both peaks stay within the device and host memory that a plan may use."""
-        return self.total <= self.free * HEADROOM and (
+        return self.fits_device and (
             self.device == "cpu" or self.host_total <= self.host_free * HEADROOM
         )
 
@@ -263,18 +268,7 @@ class Plan:
                 f"reads     {self.mem:.1%} of the bank in a step (the paper's Mem%); {held}",
                 f"largest context that fits here: {self.largest_context} tokens",
             ]
-        lines += self._staged_lines()
-        if self.prompt_link_bytes:
-            lines.append(
-                f"reading   {self.max_context} tokens brings at most "
-                f"{human(self.prompt_link_bytes)} from host memory to the device"
-            )
-        if self.step_link_bytes:
-            seconds = self.step_link_bytes / SLOW_LINK
-            lines.append(
-                f"a step    at {self.max_context} tokens brings at most "
-                f"{human(self.step_link_bytes)} from host memory: {seconds:.2g} s at 25 GB/s"
-            )
+        lines += self._link_lines()
         if self.kernels:
             lines.append(
                 f"kernels   torch's operators ({self.kernels}); with a C++ compiler, such as g++, "
@@ -335,6 +329,22 @@ class Plan:
         )
         return lines
 
+    def _link_lines(self) -> list[str]:
+        """Say what crosses the link between host memory and the device."""
+        lines = self._staged_lines()
+        if self.prompt_link_bytes:
+            lines.append(
+                f"reading   {self.max_context} tokens brings at most "
+                f"{human(self.prompt_link_bytes)} from host memory to the device"
+            )
+        if self.step_link_bytes:
+            seconds = self.step_link_bytes / SLOW_LINK
+            lines.append(
+                f"a step    at {self.max_context} tokens brings at most "
+                f"{human(self.step_link_bytes)} from host memory: {seconds:.2g} s at 25 GB/s"
+            )
+        return lines
+
     def no_room(self, capacity: int) -> OutOfMemoryPlan:
         """Make the error for a session that the allocator refused."""
         return OutOfMemoryPlan(
@@ -349,7 +359,7 @@ class Plan:
         """
         if self.fits:
             return
-        if self.total <= self.free * HEADROOM and self.staging is not None:
+        if self.fits_device and self.staging is not None:
             raise OutOfMemoryPlan(
                 f"{self.model} at {self.max_context} tokens needs "
                 f"{human(self.host_total)} of host memory "
@@ -357,7 +367,7 @@ class Plan:
                 f"{human(self.host_free * HEADROOM)} of {self.host_name} may be used; remedies: "
                 f"weights='int4', then a smaller {flag}, then a smaller model"
             )
-        if self.total <= self.free * HEADROOM:
+        if self.fits_device:
             raise OutOfMemoryPlan(
                 f"{self.model} at {self.max_context} tokens needs {human(self.host_bytes)} of host "
                 f"memory for offloaded layers, but only {human(self.host_free * HEADROOM)} of "

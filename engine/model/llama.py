@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +90,7 @@ class Layer:
         same order.
         """
         found = {name: getattr(self, name) for name in OWN}
-        made = {name: change(matrix) for name, matrix in found.items() if matrix is not None}
+        made: dict[str, Any] = {n: change(held) for n, held in found.items() if held is not None}
         latent = self.latent and self.latent.mapped(change)
         mixture = self.mixture and self.mixture.mapped(change)
         return replace(self, latent=latent, mixture=mixture, **made)
@@ -532,17 +532,9 @@ def assemble(
         del tensor
         if len(parts) == 1 + _has_bias(config, base):
             del waiting[base]
-            weight, bias = parts.pop("weight"), parts.pop("bias", None)
-            assert not isinstance(bias, Quantised)
-            if stacks is not None and ".experts." in base:
-                packed[base] = stacks.take(base, weight, bias, form, few_bits)
-            elif isinstance(weight, Quantised):
-                packed[base] = pack_quantised(weight, bias, dtype, few_bits)
-            else:
-                packed[base] = pack_linear(weight, bias, form=form)
+            packed[base] = _packed(base, parts, dtype, form, few_bits, stacks)
             if keep is not None and kind in PACKED:
                 packed[base] = keep(base, packed[base])
-            del weight
     embed = packed.get("embed", plain.get("embed"))
     assert embed is not None and not isinstance(embed, Linear | Joined)
     lm_head = packed.get("lm_head") or _head(config, embed, plain, form, head_twice)
@@ -550,6 +542,24 @@ def assemble(
     more, altup = _per_layer(config, plain, packed), _altup(config, plain)
     own = config, dtype, torch.device(device)
     return Llama(*own, embed, layers, plain["norm"], lm_head, more, altup)
+
+
+def _packed(
+    name: str,
+    parts: dict[str, torch.Tensor | Quantised],
+    dtype: torch.dtype,
+    form: str,
+    few_bits: str,
+    stacks: Stacks | None,
+) -> Held:
+    """The matrix of a target, of its weight and its bias, which leave `parts`."""
+    weight, bias = parts.pop("weight"), parts.pop("bias", None)
+    assert not isinstance(bias, Quantised)
+    if stacks is not None and ".experts." in name:
+        return stacks.take(name, weight, bias, form, few_bits)
+    if isinstance(weight, Quantised):
+        return pack_quantised(weight, bias, dtype, few_bits)
+    return pack_linear(weight, bias, form=form)
 
 
 def _placed(tensor: torch.Tensor, form: str, coming: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from engine.bank.pool.pinned_memory import ordinary
 from engine.forward.staged.host import HostMemory
 from engine.forward.staged.lying import Matrix, lying_in, places, require_movable, tensors, view
 from engine.forward.staged.lying import moved as made_of
-from engine.load.staged.staging import BUFFERS
+from engine.forward.staged.staging import BUFFERS
 from engine.model.llama import Layer, Llama
 from engine.model.share.matrix import Joined
 

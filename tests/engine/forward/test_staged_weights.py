@@ -25,7 +25,7 @@ from engine.forward.self_test import _Layer
 from engine.forward.staged.host import HostMemory
 from engine.forward.staged.lying import lying_in, moved, tensors
 from engine.forward.staged.ring import WeightRing
-from engine.load.staged.staging import BUFFERS, spread
+from engine.forward.staged.staging import BUFFERS, spread
 from engine.methods.select.varying.infinigen import InfiniGen
 from engine.model.tensors import random_stream
 from kernels.layer.linear import pack_linear
