@@ -62,8 +62,9 @@ def _without_streaming(planner: Planner) -> str:
     if planner.staging is None or planner.options.weights_offload != "auto":
         return ""
     for form in (form for form in FORMS if _smaller(planner, form)):
+        settings: dict[str, Any] = {**form, "weights_offload": "off"}
         try:
-            plan = planner.asked(**form, weights_offload="off").plan()
+            plan = planner.asked(**settings).plan()
         except SettingError:
             continue
         if plan.fits and plan.max_context >= planner.max_context:

@@ -581,11 +581,9 @@ def plan_at(
     GPU what does not fit), "host" or "device". weights, staging: as in `memory_items`.
     """
     chunk = chunk or default_chunk(device.type, config)
-    found = free_bytes(device, budget, host_budget, imagined, imagined_host, idle_host)
+    free = free_bytes(device, budget, host_budget, imagined, imagined_host, idle_host)
     own = config, method, layers, dtype, device, chunk, backend, offload, slots
-    search = _Search(
-        *own, found.bytes, found.host, weights, False, found.shared, savepoints, staging
-    )
+    search = _Search(*own, free.bytes, free.host, weights, False, free.shared, savepoints, staging)
     size, largest = dtype.itemsize, search.largest_context(max_context)
     context = max_context or max(min(ROUND, config.context_limit), largest)
     search = search.packing_head(context)
@@ -601,14 +599,14 @@ def plan_at(
         chunk=context if needs.one_chunk else min(chunk, context),
         dense_below=method.dense_below_tokens(layers, whole_of(config), size, device.type, context),
         items=search.items(context, placement),
-        free=found.bytes,
-        free_name=found.name,
+        free=free.bytes,
+        free_name=free.name,
         note=note,
         placement=placement,
         host_bytes=search.host_bytes(context, placement),
-        host_free=found.host,
-        host_name=found.host_name,
-        shared=found.shared,
+        host_free=free.host,
+        host_name=free.host_name,
+        shared=free.shared,
         full_bank=_full_bank(config, size, chunk, context),
         budget=needs.retained or needs.selected,
         kept=needs.retained_bytes,
