@@ -20,14 +20,15 @@ BITS = ("float", "int8", "int4")
 
 
 class Need(NamedTuple):
-    """Whether something fits, the bytes that it needs on the device, its context in tokens, and the
-    largest that would fit.
+    """Whether something fits, the bytes that it needs on the device, its context in tokens, the
+    largest that would fit, and whether host memory alone is too small.
     """
 
     fits: bool
     bytes: int
     context: int
     largest: int = 0
+    lacks_host: bool = False
 
 
 def plan_verdict(planner: Planner) -> tuple[bool, str]:
@@ -94,7 +95,8 @@ def slots_verdict(planner: Planner, slots: Callable[..., SlotPlan]) -> tuple[boo
 
 
 def _of_plan(plan: Plan) -> Need:
-    return Need(plan.fits, plan.total, plan.max_context, plan.largest_context)
+    lacks_host = plan.fits_device and not plan.fits
+    return Need(plan.fits, plan.total, plan.max_context, plan.largest_context, lacks_host)
 
 
 def _remedies(planner: Planner, needed: Callable[[dict[str, Any]], Need], found: list[str]) -> str:
@@ -121,7 +123,7 @@ def _remedies(planner: Planner, needed: Callable[[dict[str, Any]], Need], found:
             tokens = "" if options.max_context else f", {count(need.context)}"
             found.append(f"{flags(settings)} ({human(need.bytes)}{tokens})")
             shown += 1
-        if least is None or need.bytes < least[1]:
+        if not need.lacks_host and (least is None or need.bytes < least[1]):
             least = flags(settings), need.bytes
         if ROUND <= need.largest < need.context and (shorter is None or need.largest > shorter[1]):
             shorter = flags(settings), need.largest

@@ -174,7 +174,7 @@ def test_an_alias_is_planned_before_anything_of_it_is_here(offline, capsys):
     assert not re.search("hub|cache|resum|fetch|OFFLINE", printed.err)  # a plan needs none of them
     assert main([*asked, "--verbose"]) == 0
     assert "HF_HUB_OFFLINE" in capsys.readouterr().err
-    assert main([*asked[:-6], "--fits", "24", "--ram-budget", "64", "--plan", "--json"]) == 1
+    assert main([*asked[:-6], "--fits", "24", "--ram-budget", "16", "--plan", "--json"]) == 1
     plan = json.loads(capsys.readouterr().out)
     assert not plan["fits"] and plan["verdict"].startswith("does not fit: ")
 

@@ -55,7 +55,8 @@ def remedies(line):
         "--model llama-3-8b-262k --ctx 256K --fits 24 --offload device",
         "--model llama-3-8b-262k --ctx 256K --fits 48+4",
         "--model phi-4 --dtype float32 --ctx 4K --fits 40+16",
-        "--model qwen3-14b --fits 24",
+        "--model qwen3-14b --fits 24 --weights-offload off",
+        "--model llama-3.1-70b --fits 24+64 --ctx 8K",  # of host memory for weights that stream
         "--model llama-3.1-8b --ctx 100K --ram-budget 14",
         "--model llama-3-8b-262k --ctx 128K --fits 8+32",  # none at 128K: a shorter context
     ],
@@ -84,8 +85,20 @@ def test_what_no_form_fits_says_what_the_least_needs(capsys):
     assert code == 1 and not remedies(line)
     least = re.search(r"--weights (int4\S*) --bank int4 still needs (\d+\.\d+) GB", line)
     assert least and float(least[2]) > 35
-    code, line = said(capsys, chat, "--model llama-3.1-70b --weights int4 --ctx 128K --fits 24")
+    large = "--model llama-3.1-70b --weights int4 --ctx 128K --fits 24"
+    code, line = said(capsys, chat, f"{large} --weights-offload off")
     assert code == 1 and "still needs" in line
+    code, line = said(capsys, chat, large)  # weights stream, and host memory is too small
+    assert code == 1 and "of host memory too much" in line and "still needs" not in line
+    code, line = said(capsys, chat, f"{large}+128")
+    assert code == 0 and line.startswith("fits: ")
+
+
+def test_weights_that_stream_of_themselves_come_with_a_form_that_stays(capsys):
+    code, line = said(capsys, chat, "--model llama-3.1-8b --ctx 8K --fits 8+64")
+    assert code == 0 and (form := re.search(r"nothing streams with (.*) \(", line))
+    assert chat(["--plan", *f"--model llama-3.1-8b --ctx 8K --fits 8+64 {form[1]}".split()]) == 0
+    assert "stream" not in capsys.readouterr().out
 
 
 def test_the_server_counts_its_slots(capsys):
