@@ -119,8 +119,8 @@ class Loaded:
         """The same model and host memory under another plan. Raises SettingError where that has
         other weights in host memory.
         """
-        there = self.model.staged.bytes if self.model.staged else 0
-        if bool(there) != bool(planner.staging):
+        there = self.model.staged.layers if self.model.staged else ()
+        if there != (planner.staging.layers if planner.staging else ()):
             raise SettingError(
                 "weights_offload: found another division of the weights than the shared model's, "
                 "which is loaded; leave it out"

@@ -107,8 +107,8 @@ class Staged(Protocol):
     streamed: int  # bytes that came over
 
     @property
-    def bytes(self) -> int:
-        """Bytes in host memory."""
+    def layers(self) -> tuple[int, ...]:
+        """Their numbers, ascending."""
         ...
 
     def turns(self, layers: Sequence[Layer], first: int = 0) -> Iterator[tuple[int, Layer]]:

@@ -438,8 +438,9 @@ def test_another_llm_over_streamed_weights():
     assert other.plan().staging == llm.plan().staging
     with other.session() as session:
         session.prefill(random_ids(20))
-    with pytest.raises(SettingError, match="another division"):
-        LLM.sharing(llm, weights_offload="off")
+    for count in ("off", 2):
+        with pytest.raises(SettingError, match="another division"):
+            LLM.sharing(llm, weights_offload=count)
 
 
 # ---------------------------------------------------------------- host memory
