@@ -14,6 +14,7 @@ from tests.cuda.session_checks import (
     check_family,
     check_form,
     check_saved,
+    check_streamed,
     form_name,
     made,
 )
@@ -43,6 +44,11 @@ def test_saved_sessions(offload, tmp_path):
 def test_families(name, tmp_path):
     pytest.importorskip("transformers")
     check_family("cpu", name, tmp_path)
+
+
+@pytest.mark.parametrize("weights", ["auto", "int4"])
+def test_weights_that_stream(weights):
+    check_streamed("cpu", weights=weights)
 
 
 def test_a_form_that_is_wrong_is_noticed(monkeypatch):
