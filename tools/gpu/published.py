@@ -66,6 +66,8 @@ class PublishedStep:
     def _require(llm: LLM | Loaded, method: OmniKV) -> None:
         if llm.config.block != LLAMA or llm.config.windows or not method.official:
             raise Missing("the published code runs Llama's block and OmniKV(official=True)")
+        if llm.model is not None and llm.model.staged is not None:
+            raise Missing("the published form needs weights that stay on the device")
         if (method.selector, method.kind) != ("last", "raw"):
             raise Missing(f"selector: found {method.selector}, {method.kind}, expected last, raw")
 

@@ -33,7 +33,8 @@ T = TypeVar("T")
 
 def bring(buffer: torch.Tensor, memory: torch.Tensor) -> None:
     """Copy a layer's packed matrices into a buffer, uint8, on the current stream."""
-    buffer[: len(memory)].copy_(memory, non_blocking=True)
+    with torch.inference_mode():  # a model that was loaded in this mode runs outside of it too
+        buffer[: len(memory)].copy_(memory, non_blocking=True)
 
 
 class WeightRing:
