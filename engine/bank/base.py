@@ -114,6 +114,7 @@ class Bank(ABC):
     placement: Placement | None = None  # which layers do, and what they keep on the device
     recurrent: RecurrentState | None = None  # of the recurrent layers, where there are some
     room = 0  # rows of an offloaded layer that may be asked for at once (`gathered`)
+    parts: tuple[Bank, ...] = ()  # the banks of a model's parts, each on its device
 
     def __init__(
         self,
@@ -448,6 +449,11 @@ class Bank(ABC):
 class Attends(Protocol):
     """The interface of a runtime (or of a MassMeter around one) to a decode step."""
 
+    @property
+    def parts(self) -> Sequence[Attends]:
+        """Those of a model's parts, each on its device; (): it is one."""
+        ...
+
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Attention of q [B, Q, H, D], rotated, in one layer -> [B, Q, H, D]."""
         ...
@@ -473,6 +479,11 @@ class Foresees(Protocol):
 
 class AttendsPrompt(Protocol):
     """What a chunk of a prompt asks of a runtime."""
+
+    @property
+    def parts(self) -> Sequence[AttendsPrompt]:
+        """Those of a model's parts, each on its device; (): it is one."""
+        ...
 
     @property
     def needs(self) -> Needs:
@@ -508,6 +519,7 @@ class Step:
     positions int64 [B, Q]. visible int32 [B]: rows that the last query sees, its own included.
     bucket: rows of the bank that this step's kernels may look at. tokens int64 [B, n]: the newest
     ids, those of the step; at a prompt's end all, where the method asks for them (Needs.ids).
+    parts: the same step as each part of a model sees it, on its device.
     """
 
     positions: torch.Tensor
@@ -517,6 +529,7 @@ class Step:
     query_ring: QueryRing
     rotary: Rotary
     tokens: torch.Tensor | None = None
+    parts: tuple[Step, ...] = ()
     _shared: dict[str, Any] = field(default_factory=dict)
     _tails: dict[int, torch.Tensor] = field(default_factory=dict)
     _rings: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(

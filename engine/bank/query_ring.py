@@ -23,8 +23,10 @@ class QueryRing:
     Positions low .. high-1 are valid; other slots hold stale data.
     changes: counts what was written or taken back otherwise than by a step. kept: {length: the
     newest queries there, as `newest` gives them}, which come back where the ring is cut to that
-    length.
+    length. parts: of each part of a model over several devices.
     """
+
+    parts: tuple[QueryRing, ...] = ()
 
     def __init__(
         self, config: ModelConfig, batch: int, dtype: torch.dtype, device: torch.device | str
@@ -79,6 +81,14 @@ class QueryRing:
         first = max(self.low, self.high - most)
         where = torch.arange(first, self.high, device=self.slots.device) % SLOTS
         return self.slots.index_select(2, where)
+
+    def as_one(self, newest: torch.Tensor) -> torch.Tensor:
+        """What `newest` gave as one tensor, for a file."""
+        return newest
+
+    def taken(self, queries: torch.Tensor) -> torch.Tensor:
+        """Queries of a file as `write_chunk` takes them."""
+        return queries.to(self.slots)
 
     def extend(self, length: int, count: int) -> None:
         """Mark the `count` queries that end at `length` as valid. They extend the valid range, or

@@ -30,6 +30,15 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+def crossed(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return x on a device; x itself where it lies there. Between GPUs the host does not wait:
+    torch orders the copy behind the work of both.
+    """
+    if x.device == device:
+        return x
+    return x.to(device, non_blocking=x.is_cuda and device.type == "cuda")
+
+
 def typed(error: BaseException) -> EngineError | None:
     """Return what a GPU's failure means to a user; None for an error of another kind."""
     name, module = type(error).__name__, type(error).__module__

@@ -16,7 +16,7 @@ import torch
 
 from engine.forward.decode import step_together
 from engine.forward.graphs import Captured, bucket_for, captured
-from engine.forward.layer import TorchLayer
+from engine.forward.split.layers import torch_layer
 from engine.runner.step import DecodeStep
 from engine.runner.step_runner import StepRunner
 
@@ -46,7 +46,8 @@ class BatchedStep:
             )
             for step in steps
         )
-        if not all(runner.step_of(own).captures for runner, own, _ in parts):
+        whole = parts[0][0].model.parts  # one graph cannot hold several devices' work
+        if whole or not all(runner.step_of(own).captures for runner, own, _ in parts):
             return self._together(parts, whole=True)[0]
         self._note(parts)
         if parts not in self._graphs and self._seen < PATIENCE:
@@ -87,5 +88,5 @@ class BatchedStep:
         runner = parts[0][0]
         halves = runner.halves
         if len(sequences) > halves.most_rows:
-            halves = TorchLayer(runner.model)
+            halves = torch_layer(runner.model)
         return step_together(runner.model, halves, sequences)

@@ -15,9 +15,11 @@ import torch
 
 from engine.bank.base import Attends, Bank, Step
 from engine.bank.query_ring import QueryRing
+from engine.base.device import crossed, current
 from engine.forward.ahead.queries import foresee, foreseeing
-from engine.forward.layer import LayerForm, TorchLayer, begin, enter, refine
+from engine.forward.layer import LayerForm, begin, enter, refine
 from engine.forward.recurrent.mixer import beside, recur_step
+from engine.forward.split.layers import torch_layer
 from engine.model.llama import Llama
 from engine.model.rope import Rotary
 
@@ -29,19 +31,55 @@ class SequenceStep(NamedTuple):
     runtime: Attends
     step: Step
 
+    def of_part(self, part: int) -> SequenceStep:
+        """The same as one part of a model sees it."""
+        return SequenceStep(self.tokens, self.runtime.parts[part], self.step.parts[part])
+
 
 def step_together(
     model: Llama, halves: LayerForm, sequences: Sequence[SequenceStep]
 ) -> torch.Tensor:
     """Run one step of independent sequences: float32 logits [B, Q, vocab], Q being the tokens of
-    all sequences, in order.
+    all sequences, in order; on the model's (first) device.
 
     Each weight is read once for all of them. Rotation, rows, selection and attention are each
     sequence's own, in its own tensors, and cost the same as when it runs alone.
     """
-    steps = [sequence.step for sequence in sequences]
-    tokens = _joined([sequence.tokens for sequence in sequences])
-    x, more = begin(halves, tokens)
+    if not model.parts:
+        return _through(model, halves, sequences, None)
+    x: torch.Tensor | None = None
+    for part in range(len(model.parts)):
+        x = part_of_step(model, halves, [one.of_part(part) for one in sequences], part, x)
+    assert x is not None
+    return crossed(x, model.device)
+
+
+def part_of_step(
+    model: Llama,
+    halves: LayerForm,
+    sequences: Sequence[SequenceStep],
+    part: int,
+    x: torch.Tensor | None,
+) -> torch.Tensor:
+    """Run one part of a model in parts, of `sequences` as it sees them: what the part before left,
+    x [B, Q, hidden] (None: this is the first), to what this one leaves, or to logits; on its
+    device.
+    """
+    own = model.parts[part]
+    with current(own.device):
+        x = None if x is None else crossed(x, own.device)
+        return _through(own, halves.parts[part], sequences, x)
+
+
+def _through(
+    model: Llama, halves: LayerForm, sequences: Sequence[SequenceStep], x: torch.Tensor | None
+) -> torch.Tensor:
+    """Run a step through the layers of a model, or of a part: from the tokens where x is None, to
+    logits where the head follows.
+    """
+    steps, more = [sequence.step for sequence in sequences], None
+    if x is None:
+        x, more = begin(halves, _joined([sequence.tokens for sequence in sequences]))
     turns = [step.rotary.of_layers(step.positions) for step in steps]
     seers = foreseeing([sequence.runtime for sequence in sequences])
     angles: dict[int, list[torch.Tensor]] = {}  # of each rope
@@ -67,7 +105,7 @@ def step_together(
         if mixed is not None:
             attended = beside(model.config, attended, mixed)
         x = refine(halves, number, halves.after(number, x, attended), more, predicted)
-    return halves.logits(x)
+    return halves.logits(x) if model.config.ends[1] else x
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -88,7 +126,7 @@ class Decoder:
         halves: LayerForm | None = None,
     ):
         self.model, self.rotary, self.runtime, self.query_ring = model, rotary, runtime, query_ring
-        self._plain = TorchLayer(model)
+        self._plain = torch_layer(model)
         self.halves = halves or self._plain
 
     def step(
@@ -121,4 +159,34 @@ class Decoder:
         positions = lengths.long().unsqueeze(1) + torch.arange(count, device=tokens.device)
         rows = bucket or bank.capacity
         step = Step(positions, lengths + count, bank, rows, ring, self.rotary, tokens)
+        if bank.parts:
+            step.parts = parts_of(step)
         return SequenceStep(tokens, self.runtime, step)
+
+    def part_step(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor,
+        bank: Bank,
+        bucket: int,
+        part: int,
+        x: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run one part of `step`, as part_of_step. lengths int32 [B]: on the part's device."""
+        own, count = bank.parts[part], tokens.shape[1]
+        positions = lengths.long().unsqueeze(1) + torch.arange(count, device=lengths.device)
+        beside = self.query_ring.parts[part], self.rotary.parts[part]
+        step = Step(positions, lengths + count, own, min(bucket, own.capacity), *beside, tokens)
+        sequence = SequenceStep(tokens, self.runtime.parts[part], step)
+        return part_of_step(self.model, self.halves, [sequence], part, x)
+
+
+def parts_of(step: Step) -> tuple[Step, ...]:
+    """A step as each part of a model sees it, on its device: positions and lengths cross."""
+    found = []
+    given = zip(step.bank.parts, step.query_ring.parts, step.rotary.parts, strict=True)
+    for bank, ring, rotary in given:
+        at = (crossed(t, bank.device) for t in (step.positions, step.visible))
+        rows = min(step.bucket, bank.capacity)
+        found.append(Step(*at, bank, rows, ring, rotary, step.tokens))
+    return tuple(found)

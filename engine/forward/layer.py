@@ -36,6 +36,11 @@ class LayerForm(Protocol):
     model: Llama  # as its backend multiplies it
     backend: str  # of the launchers that it calls
 
+    @property
+    def parts(self) -> tuple[LayerForm, ...]:
+        """The forms of a model's parts, each on its device; (): it is one."""
+        ...
+
     def before(
         self,
         number: int,
@@ -130,6 +135,7 @@ class TorchLayer:
     """
 
     most_rows = 1 << 30
+    parts: tuple[LayerForm, ...] = ()
 
     def __init__(
         self,
@@ -182,6 +188,7 @@ class FusedLayer:
     """Our own kernels, for weights that are held as they were stored or as words of few bits."""
 
     most_rows, backend = MOST_ROWS, "auto"
+    parts: tuple[LayerForm, ...] = ()
 
     def __init__(self, model: Llama) -> None:
         assert fusable(model), "a block that our own kernels do not know"

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.bank.base import Step
-from engine.forward.layer import TorchLayer, split_rows
+from engine.forward.layer import LayerForm, TorchLayer, split_rows
 from engine.model.config.config import ModelConfig
 from engine.model.llama import (
     Layer,
@@ -57,6 +57,7 @@ class NativeLayer:
     """
 
     most_rows, backend = TorchLayer.most_rows, "auto"
+    parts: tuple[LayerForm, ...] = ()
 
     def __init__(self, model: Llama) -> None:
         assert natively(model), "norms that the C++ kernels do not read"

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from engine.bank.base import AttendsPrompt, Bank
-from engine.forward.prompt_layer import PLAIN, Pieces
+from engine.bank.split.query_ring import SplitQueries
+from engine.base.device import crossed, current
+from engine.forward.prompt_layer import PLAIN, Pieces, pieces_of
 from engine.forward.recurrent.mixer import beside, recur_chunk
 from engine.model.heads.latent import LatentHeads
 from engine.model.llama import Llama, pre_attention
@@ -34,32 +37,74 @@ def run_chunk(
     total: int,
     write: bool = True,
     last_logits: bool = False,
-    pieces: Pieces = PLAIN,
+    pieces: Pieces | tuple[Pieces, ...] = PLAIN,
     backend: str = "auto",
     every: Outputs | None = None,
     advance: bool = True,
-) -> tuple[torch.Tensor | None, torch.Tensor]:
+) -> tuple[torch.Tensor | None, Any]:
     """Run one chunk through all layers: tokens int64 [B, C] at positions start .. start+C-1 of a
     prompt that ends at `total`.
 
     Returns (logits float32 [B, vocab] or None, newest pre-RoPE queries [attending layers,
-    B, min(C, MOST_WINDOW), H, D]). write=False leaves the bank as it is: it holds this chunk, and
-    the caller wants its queries, logits or state. pieces: the two halves of a layer. backend: that
-    rounds rows for a bank in fewer bits, and of recurrent layers. every: takes the output of all
-    tokens, for which the last layer is computed whole. advance: the bank's commit takes the state.
+    B, min(C, MOST_WINDOW), H, D]; SplitQueries of a model in parts). write=False leaves the bank as
+    it is: it holds this chunk, and the caller wants its queries, logits or state. pieces: the two
+    halves of a layer, or of each part. backend: that rounds rows for a bank in fewer bits, and of
+    recurrent layers. every: takes the output of all tokens, for which the last layer is computed
+    whole. advance: the bank's commit takes the state.
+
+    Of a model in parts the host issues one part's work after the other's and waits for none, so
+    that GPUs work on chunks that follow each other at the same time.
+    """
+    how = start, total, write, last_logits, backend, every, advance
+    if not model.parts:
+        return _through(model, rotary, runtime, bank, tokens, None, pieces, *how)
+    x: torch.Tensor | None = None
+    newest = []
+    for number, part in enumerate(model.parts):
+        own = rotary.parts[number], runtime.parts[number], bank.parts[number]
+        with current(part.device):
+            given = None if x is None else crossed(x, part.device)
+            x, queries = _through(part, *own, tokens, given, pieces_of(pieces, number), *how)
+        newest.append(queries)
+    return None if x is None or not last_logits else crossed(x, model.device), SplitQueries(newest)
+
+
+def _through(
+    model: Llama,
+    rotary: Rotary,
+    runtime: AttendsPrompt,
+    bank: Bank,
+    tokens: torch.Tensor,
+    x: torch.Tensor | None,
+    pieces: Pieces,
+    start: int,
+    total: int,
+    write: bool,
+    last_logits: bool,
+    backend: str,
+    every: Outputs | None,
+    advance: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """As `run_chunk`, of a model or of one of its parts: from the tokens where x is None, else from
+    what the part before it left, x [B, C, hidden]. A part that others follow returns its x [B, C,
+    hidden] in place of logits.
     """
     config = model.config
-    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
-    turns = rotary.of_layers(positions[:1], total)
-    x, more = model.begun(tokens)
+    ends, device = config.ends[1], model.device
+    shortens = ends and every is None  # only the newest token's output of the last layer is wanted
+    positions = torch.arange(start, start + tokens.shape[1], device=device)[None]
+    turns = rotary.of_layers(positions, total)
+    more = None
+    if x is None:
+        x, more = model.begun(tokens)
     widest = max(config.heads_of(layer)[1] for layer in config.attending_layers)
-    opening = _opening(model, runtime, start, tokens.shape[1], every is not None, backend)
+    opening = _opening(model, runtime, start, tokens.shape[1], not shortens, backend)
     newest = []
     for number, layer in model.turns():
         x, predicted = model.entered(number, x)
         mixed = _mixed(model, number, x, bank, start, advance, backend)
         if mixed is not None and layer.mixer_out is None:
-            if number == config.num_layers - 1 and every is None:
+            if number == config.num_layers - 1 and shortens:
                 if not last_logits:
                     break
                 x, mixed = x[:, -1:], mixed[:, -1:]
@@ -74,7 +119,7 @@ def run_chunk(
             bank.write_chunk(number, k, v, start, backend)
         del k, v
         first, slides = start, bool(config.windows and config.windows[number])
-        if number == config.num_layers - 1 and every is None:
+        if number == config.num_layers - 1 and shortens:
             if runtime.needs.every_query and not slides:
                 runtime.attend_prompt(number, q, bank, first)
             if not last_logits:  # only the prompt's last token needs the last layer's output
@@ -86,6 +131,8 @@ def run_chunk(
         attended = attended if mixed is None else beside(config, attended, mixed[:, -x.shape[1] :])
         x = pieces[1](layer, x, attended, config.rms_norm_eps)
         x = model.refined(number, x, None if more is None else more[:, :, number], predicted)
+    if not ends:
+        return x, torch.stack(newest)
     if every is not None:
         every(x, start)
     return model.logits(x[:, -1]) if last_logits else None, torch.stack(newest)

@@ -12,6 +12,7 @@ compiled ones would be faster there has not been measured.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -24,8 +25,22 @@ Pieces = tuple[Callable, Callable]
 PLAIN: Pieces = pre_attention, post_attention
 
 
-def prompt_pieces(halves: LayerForm) -> Pieces:
-    """The halves of a layer for a chunk, in the form of a step's `halves`."""
+def prompt_pieces(halves: LayerForm) -> Pieces | tuple[Pieces, ...]:
+    """The halves of a layer for a chunk, in the form of a step's `halves`; of each part of a model
+    in parts.
+    """
+    if halves.parts:
+        return tuple(_pieces(part) for part in halves.parts)
+    return _pieces(halves)
+
+
+def pieces_of(pieces: Pieces | tuple[Pieces, ...], part: int) -> Pieces:
+    """The halves of a layer of a part: its own, or those of all parts."""
+    own: Any = pieces[part] if isinstance(pieces[0], tuple) else pieces
+    return own
+
+
+def _pieces(halves: LayerForm) -> Pieces:
     return FUSED if isinstance(halves, FusedLayer) else PLAIN
 
 

@@ -27,6 +27,7 @@ from engine.forward.native_backend import require_native
 from engine.forward.native_layer import NativeLayer, natively
 from engine.forward.prompt_layer import FUSED, PLAIN, Pieces
 from engine.forward.recurrent.self_test import mixers, recurrence_failure
+from engine.forward.split.layers import on_parts
 from engine.model.llama import Llama
 from engine.model.mixture import Mixture
 from engine.model.rope import Rotary
@@ -66,7 +67,12 @@ class StepForms:
 
     def __call__(self, backend: str) -> LayerForm:
         if backend not in self._known:
-            self._known[backend] = step_layer(*self._sizes, backend)
+            model, rotary, pieces, step = self._sizes
+            ropes = iter(rotary.parts or (rotary,))
+            made = on_parts(
+                model, lambda part: step_layer(part, next(ropes), pieces, step, backend)
+            )
+            self._known[backend] = made
         return self._known[backend]
 
 
@@ -197,7 +203,8 @@ def _check_few_bits(model: Llama) -> None:
 
 def matrices(model: Llama) -> list[QuantisedLinear]:
     """Return the matrices of few bits that a model multiplies."""
-    held = [model.lm_head, *(m for layer in model.layers for m in layer.matrices)]
+    held = [model.lm_head] * model.config.ends[1]
+    held += [m for layer in model.layers for m in layer.matrices]
     return [matrix for matrix in held if isinstance(matrix, QuantisedLinear)]
 
 
@@ -338,7 +345,9 @@ class _Layer:
         (q,) = self._form.before(self._number, self._x, *self._turns, [self._step])
         found = self._form.after(self._number, self._x, q)
         stored = key_floats(self._k), floats(self._v)
-        return [q, *stored, self._ring.slots, found, self._form.logits(found)]
+        model = self._form.model  # of a part before the last the head lies elsewhere
+        logits = [self._form.logits(found)] if model.config.ends[1] else []
+        return [q, *stored, self._ring.slots, found, *logits]
 
 
 def _layer_failure(model: Llama, rotary: Rotary) -> str:
@@ -382,7 +391,7 @@ def _unlike(
     """Say which result of a `_Layer` differs. coarse: rows of so few bits that a sum's last bit may
     be a step of theirs.
     """
-    for name, one, other in zip(_Layer.RESULTS, found, wanted, strict=True):
+    for name, one, other in zip(_Layer.RESULTS, found, wanted):
         stored = coarse and name in ("K", "V")
         why = "" if stored else differs(name, one, other, dtype)
         if why := why or differs_overall(name, one, other, COARSE if stored else OVERALL):

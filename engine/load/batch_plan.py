@@ -92,10 +92,14 @@ def _parts(plan: Plan, vocab: int) -> tuple[int, int, int]:
     shared = sum(size for name, size, _ in plan.items if name in SHARED)
     # of a step and of the session: float32
     each = plan.total - shared + 2 * 4 * vocab
-    return shared, each, 0 if plan.device == "cpu" else plan.host_bytes
+    host = sum(part.host_bytes for part in plan.by_device if part.device != "cpu")
+    return shared, each, host
 
 
 def _most(plan: Plan, vocab: int) -> int:
+    """Sessions that fit; of a model over several devices, on the one with least room."""
+    if len(plan.by_device) > 1:
+        return min(_most(part, vocab) for part in plan.by_device)
     shared, each, host = _parts(plan, vocab)
     count = max(0, int((plan.free * HEADROOM - shared) // each))
     left = max(0, int(plan.host_free * HEADROOM) - plan.staged_bytes)

@@ -26,7 +26,9 @@ from engine.forward.staged.ring import left_on_host, staged
 from engine.load.planner import Planner
 from engine.model.config.config import ModelConfig
 from engine.model.llama import Llama, assemble, post_attention, pre_attention
+from engine.model.parts.parted import parted, parted_rotary, to_parts
 from engine.model.rope import Rotary
+from engine.plan.split.cut import Cut
 from engine.text.tokenizer import Tokenizer
 from kernels.launch.dispatch import ON_CPU, choose_for
 
@@ -44,6 +46,7 @@ class Loaded:
     few_bits: their bytes where that is of few bits; weights_digest: of the weights as they were
     read. host_tier: the host memory of its sessions. lock: one request at a time. learnt: what
     methods have found in a sample that the model read, by name (engine/runner/sample/text.py).
+    cut: where its layers lie, if on several devices.
     across, over_heads, peers, lead: of a model that several processes hold (engine/ranks/): what
     chooses by the heads of all, what gives a number [H] of every query head for those of own heads,
     the group of all ranks, and on rank 0 what has the others make each call; None: of one process.
@@ -68,6 +71,7 @@ class Loaded:
     over_heads: Callable[[torch.Tensor], torch.Tensor] | None = None
     peers: Any = None
     lead: Any = None
+    cut: Cut | None = None
 
     @classmethod
     def of(
@@ -91,12 +95,20 @@ class Loaded:
         stream = digest.made(planner.rounding.stream(stream, tied))
         streaming = planner.staging.layers if planner.staging else ()
         keep = partial(left_on_host, layers=streaming) if streaming else None
-        model = assemble(config, planner.dtype, planner.device, stream, *held, keep)
-        model = staged(model, streaming) if streaming else model
+        whole = config, planner.dtype, planner.device
+        if (cut := planner.cut) is None:
+            model = assemble(*whole, stream, *held, keep=keep)
+            model = staged(model, streaming) if streaming else model
+        else:
+            where = cut.starts, cut.devices
+            held = form, words, planner.packs_head, stacked
+            stream = to_parts(stream, *where)
+            model = assemble(*whole, stream, *held, head_on=cut.devices[-1])
+            model = parted(model, config, *where)
         trim_heap()
         compiled = compiled and model.capturable
         pinned = model.staged is None or model.staged.pinned
-        rotary = Rotary(config, planner.device, far=options.forever)
+        rotary = parted_rotary(model, far=options.forever)
         pieces = compiled_pieces() if compiled else (pre_attention, post_attention)
         return cls(
             name=planner.name,
@@ -113,6 +125,7 @@ class Loaded:
             weights_forms=digest.forms,
             host_tier=host_tier,
             lock=lock,
+            cut=cut,
         )
 
     def planned_as(self, planner: Planner, lock: RequestLock) -> Loaded:
@@ -125,9 +138,17 @@ class Loaded:
                 "weights_offload: found another division of the weights than the shared model's, "
                 "which is loaded; leave it out"
             )
-        halves = self.halves.asked_for(planner.options.step)
-        rotary = Rotary(planner.config, self.device, far=planner.options.forever)
-        return replace(self, config=planner.config, rotary=rotary, halves=halves, lock=lock)
+        step, far = planner.options.step, planner.options.forever
+        if planner.cut is None:
+            halves = self.halves.asked_for(step)
+            rotary = Rotary(planner.config, self.device, far=far)
+            return replace(self, config=planner.config, rotary=rotary, halves=halves, lock=lock)
+        where = planner.cut.starts, planner.cut.devices
+        model = parted(self.model, planner.config, *where)
+        rotary = parted_rotary(model, far=far)
+        forms = StepForms(model, rotary, self.pieces, step)
+        own = dict(config=planner.config, model=model, rotary=rotary, halves=forms)
+        return replace(self, **own, lock=lock)
 
     @property
     def device(self) -> torch.device:

@@ -573,6 +573,8 @@ def plan_at(
     idle_host: int = 0,
     savepoints: int = 0,
     staging: Staging | None = None,
+    shared_by: int = 1,
+    host_shared_by: int = 1,
 ) -> Plan:
     """Plan a model with chunks of `chunk` tokens (None: the device's default).
 
@@ -581,9 +583,11 @@ def plan_at(
     GPU what does not fit), "host" or "device". weights, staging: as in `memory_items`.
     """
     chunk = chunk or default_chunk(device.type, config)
-    free = free_bytes(device, budget, host_budget, imagined, imagined_host, idle_host)
-    own = config, method, layers, dtype, device, chunk, backend, offload, slots
-    search = _Search(*own, free.bytes, free.host, weights, False, free.shared, savepoints, staging)
+    found = free_bytes(device, budget, host_budget, imagined, imagined_host, idle_host)
+    found = found.divided(shared_by, host_shared_by)
+    known = config, method, layers, dtype, device, chunk, backend, offload, slots
+    within = found.bytes, found.host, weights, False, found.shared, savepoints, staging
+    search = _Search(*known, *within)
     size, largest = dtype.itemsize, search.largest_context(max_context)
     context = max_context or max(min(ROUND, config.context_limit), largest)
     search = search.packing_head(context)
@@ -599,14 +603,14 @@ def plan_at(
         chunk=context if needs.one_chunk else min(chunk, context),
         dense_below=method.dense_below_tokens(layers, whole_of(config), size, device.type, context),
         items=search.items(context, placement),
-        free=free.bytes,
-        free_name=free.name,
+        free=found.bytes,
+        free_name=found.name,
         note=note,
         placement=placement,
         host_bytes=search.host_bytes(context, placement),
-        host_free=free.host,
-        host_name=free.host_name,
-        shared=free.shared,
+        host_free=found.host,
+        host_name=found.host_name,
+        shared=found.shared,
         full_bank=_full_bank(config, size, chunk, context),
         budget=needs.retained or needs.selected,
         kept=needs.retained_bytes,

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -24,6 +24,8 @@ from kernels.launch.dispatch import BACKENDS, choose_for
 from kernels.rows.forms import DTYPES as PACKED
 from kernels.rows.forms import FORMS
 
+MOST_DEVICES = 16
+MOST_SHARE = 4096  # of a split, as many as a model has layers at most
 IMAGINED = ("imagined_gpu", "imagined_host")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MOST_THREADS = 64  # or four for each core: with 10,000 a token takes 20 s
@@ -59,6 +61,8 @@ class PlanSettings(TypedDict, total=False):
     """The keyword arguments of LLM.plan beside its own: settings of another LLM."""
 
     device: str
+    devices: Sequence[str | int] | None
+    split: Sequence[int] | None
     dtype: str
     threads: int | None
     chunk: int | None
@@ -94,7 +98,10 @@ class LLMSettings(PlanSettings, total=False):
 class Options:
     """The keyword arguments of LLM. Raises SettingError, naming the argument and what it takes.
 
-    device: "auto" | "cpu" | "cuda" | "cuda:N". dtype: "auto" (as stored; float16 becomes bfloat16
+    device: "auto" | "cpu" | "cuda" | "cuda:N". devices: several, over which the layers are divided
+    (docs/PARALLEL.md): names as of `device`, or numbers of GPUs; a device may be named more than
+    once, and "cpu:N" is the CPU. split: layers of each, or what they are in proportion to (None: by
+    bytes and free memory). dtype: "auto" (as stored; float16 becomes bfloat16
     on a CPU) or a name. max_context: tokens per session (None: the model's own length, or what
     fits). threads: CPU threads. chunk: tokens per prefill chunk. compile: None (on for a GPU, off
     for a CPU). method: Full(), OmniKV(...) or another method; None: OmniKV where the model's filter
@@ -127,6 +134,8 @@ class Options:
     """
 
     device: str = "auto"
+    devices: tuple[str, ...] | None = None
+    split: tuple[int, ...] | None = None
     dtype: str = "auto"
     max_context: int | None = None
     threads: int | None = None
@@ -173,6 +182,8 @@ class Options:
         one_of("bank", self.bank, BANKS)
         if self.rope is not None and not isinstance(self.rope, str):
             raise SettingError(f"rope: found {found(self.rope)}, expected a text such as 'yarn:4'")
+        if self.devices is not None or self.split is not None:
+            self._require_devices()
         one_of("beyond", self.beyond, (False, True))
         boolean("forever", self.forever)
         if self.forever and self.max_context is not None:
@@ -186,6 +197,39 @@ class Options:
                 f"slots: found {found(self.slots)}, expected a number of at least 1 (rows per "
                 f"selected token), or 0 for no reuse"
             )
+
+    def _require_devices(self) -> None:
+        """Check `devices` and `split`, and hold them as tuples."""
+        if self.devices is None:
+            raise SettingError("split: found without devices, which it divides layers over")
+        given = [self.devices] if isinstance(self.devices, str) else list(self.devices)
+        names = tuple(f"cuda:{one}" if str(one).isdecimal() else str(one) for one in given)
+        if not 2 <= len(names) <= MOST_DEVICES:
+            raise SettingError(
+                f"devices: found {len(names)}, expected 2 to {MOST_DEVICES} names such as cuda:0 "
+                "and cuda:1; for one use device"
+            )
+        object.__setattr__(self, "devices", names)
+        for name, value, usual in (
+            ("device", self.device, "auto"),
+            ("imagined_gpu", self.imagined_gpu, None),
+            ("forever", self.forever, False),
+        ):
+            if value != usual:
+                raise SettingError(
+                    f"{name}: found {value!r} beside devices {', '.join(names)}; leave one out"
+                )
+        if self.split is None:
+            return
+        shares = tuple(self.split)
+        for share in shares:
+            integer("split", share, 1, MOST_SHARE)
+        if len(shares) != len(names):
+            raise SettingError(
+                f"split: found {len(shares)} numbers ({':'.join(map(str, shares))}), expected "
+                f"{len(names)}, one for each of the devices {', '.join(names)}"
+            )
+        object.__setattr__(self, "split", shares)
 
     @classmethod
     def of(cls, given: Mapping[str, object]) -> Options:
@@ -247,15 +291,25 @@ class Options:
         """The torch.device that `device` names here; SettingError where there is none, or where it
         cannot read the bank.
         """
-        device = self._named_device()
+        device = self._named_device("device", self.device)
         self.require_bank(device)
         return device
 
-    def _named_device(self) -> torch.device:
-        name = self.device
+    def resolved_devices(self) -> tuple[torch.device, ...]:
+        """The torch.devices that `devices` names here, as `resolved_device`; (): one, `device`."""
+        found = []
+        for name in self.devices or ():
+            device = self._named_device("devices", name)
+            self.require_bank(device)
+            found.append(device)
+        return tuple(found)
+
+    def _named_device(self, setting: str, name: str) -> torch.device:
         if self.imagined_gpu is not None:
             return torch.device("cuda", 0)
-        if name == "auto":
+        several = setting == "devices"
+        cpu = "cpu in its place" if several else "device='cpu'"
+        if name == "auto" and not several:
             why = unfit(0) if torch.cuda.is_available() else "no GPU"
             if why and why != "no GPU":
                 warnings.warn(f"device 'auto' takes the CPU: {why}", stacklevel=2)
@@ -265,22 +319,21 @@ class Options:
         except (RuntimeError, TypeError):
             device = None
         if device is None or device.type not in ("cpu", "cuda"):
-            raise SettingError(
-                f"device: found {name!r}, expected 'auto', 'cpu', 'cuda' or 'cuda:N'"
-            )
+            known = "'cpu' or 'cuda:N'" if several else "'auto', 'cpu', 'cuda' or 'cuda:N'"
+            raise SettingError(f"{setting}: found {name!r}, expected {known}")
         if device.type == "cpu":
-            return device
+            return torch.device("cpu") if several else device
         if not torch.cuda.is_available():
             raise SettingError(
-                f"device: found {name!r}, but this torch ({torch.__version__}) sees no CUDA "
-                f"device; use device='cpu'"
+                f"{setting}: found {name!r}, but this torch ({torch.__version__}) sees no CUDA "
+                f"device; use {cpu}"
             )
         if (device.index or 0) >= torch.cuda.device_count():
             raise SettingError(
-                f"device: found {name!r}, expected an index below {torch.cuda.device_count()}"
+                f"{setting}: found {name!r}, expected an index below {torch.cuda.device_count()}"
             )
         if why := unfit(device.index or 0):
-            raise SettingError(f"device: found {name!r}, {why}; use device='cpu'")
+            raise SettingError(f"{setting}: found {name!r}, {why}; use {cpu}")
         return torch.device(device.type, device.index or 0)
 
     def require_device(self) -> None:

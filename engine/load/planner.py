@@ -11,15 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from engine.bank.pool.host_tier import HostTier
+from engine.bank.split.placement import SplitPlacement
 from engine.base.errors import SettingError
 from engine.forward.native_backend import require_native
 from engine.forward.staged.staging import Staging, spread
 from engine.load.ahead.launches import FirstAnswer
 from engine.load.files import ModelFiles, rounding
-from engine.load.memory import default_chunk, make_plan, prefill_bytes
+from engine.load.memory import default_chunk, make_plan, plan_at, prefill_bytes
 from engine.load.options import Options
 from engine.load.report import LARGER, Plan
+from engine.load.split.planning import SplitPlanning
+from engine.load.split.refused import require_roundable
+from engine.load.split.split_plan import SplitPlan
 from engine.load.staged.choice import CONTEXT, fewest_streamed, movable, streamed_layers
 from engine.load.staged.sizes import layer_sizes
 from engine.methods.base import Method
@@ -27,14 +33,18 @@ from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.full import Full
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.requirements import require_windows
+from engine.methods.split.allowed import require_split
 from engine.model.config.config import ModelConfig
+from engine.model.parts.config import part_of, require_parts
 from engine.plan import filter_layers
 from engine.plan.filter_layers import FilterLayers
 from engine.plan.free_memory import HEADROOM
 from engine.plan.layers import LayerPlan
 from engine.plan.placement import Placement, full_placement, reserved_rows
-from kernels.launch.dispatch import choose_for
+from engine.plan.split.cut import Cut
+from kernels.launch.dispatch import ON_CPU, choose_for
 from kernels.launch.shapes import card
+from kernels.layer.linear import packs
 from weights.resolve import Resolved
 
 STREAM = 2048  # tokens that a stream keeps where nobody says which method it runs
@@ -64,18 +74,31 @@ class Planner:
     ) -> None:
         self.name, self.config, self.options = name, options.holding(config), options
         self.folder, self.resolved, self.files = folder, resolved, files
-        self.device = options.resolved_device()
-        self.host_tier = host_tier or HostTier(self.device, self._host_limit, options.host_pool)
-        self.dtype = options.resolved_dtype(config.dtype, self.device)
+        self.devices = options.resolved_devices()
+        self.device = self.devices[0] if self.devices else options.resolved_device()
+        gpus = [device for device in self.devices if device.type == "cuda"]
+        linked = gpus[0] if gpus else self.device
+        self.host_tier = host_tier or HostTier(linked, self._host_limit, options.host_pool)
+        cpus = [device for device in self.devices if device.type == "cpu"]
+        self.dtype = options.resolved_dtype(config.dtype, cpus[0] if cpus else self.device)
         self.rounding = rounding(files, options, config, self.dtype, self.device)
         require_native(options.backend, self.device)
         self.few_bits = self.rounding.bytes(config, self.dtype, self.device, options.backend)
         self.hint = ""
+        self.cut: Cut | None = None  # where the layers lie, if on several devices
+        if self.devices:
+            require_parts(config)
+            require_roundable(self.rounding)
         method = options.method if options.method is not None else self._default_method()
         self.method, layers = self.resolve_method(method)
         options.require_positions(config, self.method, layers)
         self._triton = choose_for(options.backend, self.device) == "triton"
         asked = streamed_layers(options.weights_offload, config, self._triton)
+        if asked and self.devices:
+            raise SettingError(
+                f"weights_offload: found {options.weights_offload!r} with several devices; expected "
+                "'auto' or 'off'"
+            )
         self.staging = self._streaming(asked)
         self._plan = self._make_plan(self.method, layers, options.max_context, options.chunk)
         self._stream_what_does_not_fit(layers)
@@ -114,6 +137,7 @@ class Planner:
         """Plan with the fewest layers that have to stream, where the model would be refused."""
         options, config, plan = self.options, self.config, self._plan
         by_itself = options.weights_offload == "auto" and self.device.type == "cuda"
+        by_itself = by_itself and not self.devices
         if not by_itself or plan.shared or plan.fits_device or not movable(config, self._triton):
             return
         context = options.max_context or min(config.max_positions, CONTEXT)
@@ -138,6 +162,8 @@ class Planner:
         offload: str | None = None,
     ) -> Plan:
         options, on_gpu = self.options, self.device.type == "cuda"
+        if self.devices:
+            return self._split_plan(method, layers, max_context, chunk, offload)
         if options.forever:
             chunk = chunk or default_chunk(self.device.type, self.config)
             max_context = self.stream_rows(method, layers, chunk)
@@ -164,6 +190,44 @@ class Planner:
             return plan
         needs = method.needs(layers, self.config, plan.max_context, self.dtype.itemsize)
         return plan.without_end(needs.selected)
+
+    def _split_plan(
+        self,
+        method: Method,
+        layers: LayerPlan,
+        max_context: int | None,
+        chunk: int | None,
+        offload: str | None,
+    ) -> SplitPlan:
+        """As `_make_plan`, over several devices; the first one made says where the layers lie."""
+        options, offload = self.options, offload or self.options.offload
+        shared = dict(backend=options.backend, slots=options.slots, savepoints=options.savepoints)
+        budgets = {"cuda": options.vram_budget, "cpu": options.ram_budget}
+        own = self.name, self.config, self.dtype, self.devices, options.split, budgets
+        planning = SplitPlanning(*own, self.rounding, **shared)
+        model = self.name, self.config, method, layers, self.dtype, self.device
+
+        def whole(context: int, tokens: int) -> Plan:
+            more = dict(note=self.hint, offload=offload, weights=self.few_bits)
+            return plan_at(*model, context, tokens, **more, **shared)
+
+        given = method, layers, max_context, chunk, offload
+        if self.cut is not None:
+            return planning.plan(whole, self.cut, *given)
+        self.cut = planning.cut(method, layers, max_context or self.config.max_positions)
+        found = planning.plan(whole, self.cut, *given)
+        if max_context is None and found.max_context < self.config.max_positions:
+            self.cut = planning.cut(method, layers, found.max_context)
+            found = planning.plan(whole, self.cut, *given)
+        return found
+
+    @property
+    def packs_head(self) -> bool:
+        """Whether a tied lm_head of a model over several devices is packed, as one device would
+        (`packing_head` of engine/load/memory.py), so that it gives the same bits.
+        """
+        packed = self.few_bits is None and self.backend in ON_CPU and packs(self.dtype)
+        return packed and self.config.tied_embeddings and self.devices[-1].type == "cpu"
 
     def stream_rows(self, method: Method, layers: LayerPlan, chunk: int | None = None) -> int:
         """Rows that a stream of a method holds at once, however long it is: its store's, and a
@@ -216,9 +280,13 @@ class Planner:
         if self.options.forever:
             method = method.streamed(self.config)
         method = method.completed(self._filter_layers)
+        if self.devices:
+            require_split(method)
         plan = method.plan(self.config)
         require_windows(method, plan, self.config)
         method.validate(plan)
+        if self.cut is not None:
+            self.cut.require(method.name, plan)
         return method, plan
 
     def placement(
@@ -229,17 +297,40 @@ class Planner:
 
         offload: "host" or "device" for this session; None as the LLM was made.
         """
-        planned = None if offload else self._plan.placement
+        if self.cut is None:
+            whole = self.config, layers, self.device, self._plan
+            return self._placement_of(method, capacity, offload, *whole)
+        parts, plan = [], self._plan
+        assert isinstance(plan, SplitPlan)
+        each = zip(self.cut.spans, self.cut.layers(layers), self.cut.devices, plan.parts)
+        for (first, stop), own, device, planned in each:
+            given = part_of(self.config, first, stop), own, device, planned
+            parts.append(self._placement_of(method, capacity, offload, *given))
+        found: Any = SplitPlacement(tuple(parts)) if any(p is not None for p in parts) else None
+        return found
+
+    def _placement_of(
+        self,
+        method: Method,
+        capacity: int,
+        offload: str | None,
+        config: ModelConfig,
+        layers: LayerPlan,
+        device: torch.device,
+        plan: Plan,
+    ) -> Placement | None:
+        """As `placement`, of a model's layers or a part's on its device; plan: as it was made."""
+        planned = None if offload else plan.placement
         offload = offload or self.options.offload
-        on_gpu = self.device.type == "cuda"
-        capacity = reserved_rows(capacity, self.device.type)
-        needs = method.needs(layers, self.config, capacity, self.dtype.itemsize)
-        staged = needs.staged_layers and offload == "auto" and on_gpu and not self._plan.shared
+        on_gpu = device.type == "cuda"
+        capacity = reserved_rows(capacity, device.type)
+        needs = method.needs(layers, config, capacity, self.dtype.itemsize)
+        staged = needs.staged_layers and offload == "auto" and on_gpu and not plan.shared
         if offload == "device" or (planned is None and offload != "host" and not staged):
             return None
         chunk, slots = min(self.chunk, capacity), self.options.slots
         placement = full_placement(
-            needs, capacity, chunk, slots, by_layer=on_gpu, row_layers=self.config.row_layers
+            needs, capacity, chunk, slots, by_layer=on_gpu, row_layers=config.row_layers
         )
         if (
             placement is None
@@ -253,7 +344,7 @@ class Planner:
         """What decides about the launches of the first answer; None where Triton launches nothing
         on a GPU.
         """
-        found = card(self.device)
+        found = None if self.devices else card(self.device)
         if found is None or choose_for(self.backend, self.device) != "triton":
             return None
         return FirstAnswer(

@@ -91,6 +91,11 @@ class Plan:
         return sum(size for _, size, _ in self.items)
 
     @property
+    def by_device(self) -> tuple[Plan, ...]:
+        """The plan of each device, if the model lies on several; else this plan."""
+        return (self,)
+
+    @property
     def step_weights(self) -> int:
         """Bytes of weights that a step reads: all but an embedding that has a copy for products."""
         return self.bytes_of("weights") + self.staged_bytes - self.head_copy

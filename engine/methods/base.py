@@ -264,6 +264,7 @@ class Runtime:
     """
 
     bank: Bank | None = None  # the session's bank, set by the session
+    parts: tuple[Runtime, ...] = ()  # of the parts of a model over several devices
 
     def __init__(self, method: Method, setup: Setup):
         self.method, self.setup, self.plan = method, setup, setup.plan
@@ -295,6 +296,10 @@ class Runtime:
     def kv_bytes(self) -> int:
         """Bytes of K and V that the method needs between steps; 0: those of the bank."""
         return 0
+
+    def clear_scratch(self) -> None:
+        """Zero what the kernels' scratch holds between calls, after a call that broke off."""
+        self.setup.scratch.clear()
 
     # ---------------------------------------------------------------- a prompt
 

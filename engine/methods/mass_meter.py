@@ -28,12 +28,19 @@ class MassMeter:
     tail, mean over query heads. errors[layer]: of a layer that estimates the rest from a sample,
     `sampling_error`, median over query heads. Costs one more reading of a sparse layer's K per
     step, and then of V of what it reads.
+
+    parts: the meters of the parts of `inner`, over the same figures. whole, first: of such a part,
+    the meter of all and the number of its first layer.
     """
 
-    def __init__(self, inner: Runtime):
-        self.inner = inner
-        self.mass: dict[int, float] = {}
-        self.errors: dict[int, float] = {}
+    def __init__(self, inner: Runtime, whole: MassMeter | None = None, first: int = 0):
+        self.inner, self._first = inner, first
+        self.mass: dict[int, float] = {} if whole is None else whole.mass
+        self.errors: dict[int, float] = {} if whole is None else whole.errors
+        counts = [part.plan.num_layers for part in inner.parts]
+        self.parts = tuple(
+            MassMeter(part, self, sum(counts[:i])) for i, part in enumerate(inner.parts)
+        )
 
     @property
     def ahead(self) -> tuple[int, ...]:
@@ -50,10 +57,12 @@ class MassMeter:
         if self.inner.setup.plan.roles[layer] is Role.SPARSE:
             n, start = step.lengths[0], int(self.inner.tail_start(step)[0])
             weights = self._weights(layer, q, step, n)
-            self.mass[layer] = self.kept(self.inner.chosen_rows(layer), weights, start)
+            self.mass[self._first + layer] = self.kept(
+                self.inner.chosen_rows(layer), weights, start
+            )
             drawn = self.inner.drawn_rows(layer)
             if len(drawn) > 1:
-                self.errors[layer] = self._error(layer, step, weights, drawn, start)
+                self.errors[self._first + layer] = self._error(layer, step, weights, drawn, start)
         return out
 
     def attend_local(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:

@@ -142,6 +142,8 @@ class Llama:
     per_layer: PerLayer | None = None
     altup: AltUp | None = None  # of models with several streams
     staged: Staged | None = None  # layers that stream; None: all stay on the device
+    # the same layers by device, numbered from 0 in each; (): all of them lie on `device`
+    parts: tuple[Llama, ...] = ()
 
     def __post_init__(self) -> None:
         """Round what embeddings are multiplied by: a step asks no tensor for it."""
@@ -154,8 +156,11 @@ class Llama:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights; a tensor that two of them share counts once."""
-        plain = [self.norm] + [t for layer in self.layers for t in layer.norms]
+        """Bytes of all weights; a tensor that two of them share counts once. Of a part of a model
+        without embedding and head, which others have.
+        """
+        begins, ends = self.config.ends
+        plain = [self.norm] * ends + [t for layer in self.layers for t in layer.norms]
         plain += [
             t for layer in self.layers if layer.mixture is not None for t in layer.mixture.routers
         ]
@@ -170,10 +175,11 @@ class Llama:
             packed += self.per_layer.matrices
         head = self.lm_head.inner if isinstance(self.lm_head, Joined) else self.lm_head
         embed = self.embed.table if isinstance(self.embed, SharedTable) else self.embed
-        if head is not embed and not (isinstance(head, Linear) and head.weight is embed):
+        shared = head is embed or (isinstance(head, Linear) and head.weight is embed)
+        if ends and not shared:
             packed.append(head)
         return (
-            self.embed.nbytes
+            self.embed.nbytes * begins
             + sum(t.numel() * t.element_size() for t in plain)
             + sum(m.nbytes for m in packed)
         )
@@ -191,11 +197,11 @@ class Llama:
         if not any(x.mixture is not None and x.mixture.stacks is not None for x in self.layers):
             return self
         layers = [replace(x, mixture=x.mixture and x.mixture.on_host()) for x in self.layers]
-        return replace(self, layers=layers)
+        return replace(self, layers=layers, parts=())
 
     def first(self, layers: int) -> Llama:
         """Return the model of the first `layers` layers and the head, of the same memory."""
-        return replace(self, layers=self.layers[:layers])
+        return replace(self, layers=self.layers[:layers], parts=())
 
     def on_torch(self) -> Llama:
         """Return the same model, of the same memory, multiplied by torch's operators alone: for
@@ -208,7 +214,8 @@ class Llama:
         assert not isinstance(embed, Linear | Joined)
         layers = [layer.on_torch() for layer in self.layers]
         more = None if self.per_layer is None else self.per_layer.on_torch()
-        return replace(self, embed=embed, layers=layers, lm_head=head, per_layer=more)
+        own = {"layers": layers, "lm_head": head, "per_layer": more, "parts": ()}
+        return replace(self, embed=embed, **own)
 
     def turns(self, first: int = 0) -> Iterator[tuple[int, Layer]]:
         """Go through the layers from number `first` on in order: (number, layer), each with its
@@ -491,6 +498,7 @@ def assemble(
     head_twice: bool = False,
     stacked: bool = False,
     keep: Callable[[str, Held], Held] | None = None,
+    head_on: torch.device | None = None,
 ) -> Llama:
     """Build a Llama from (target name, tensor) pairs in any order.
 
@@ -499,7 +507,8 @@ def assemble(
     few_bits: how floats and few bits are held, as pack_linear and pack_quantised (kernels/) say.
     head_twice: hold a tied lm_head beside the embedding, in the form that is fastest. stacked: hold
     the experts of a layer in one tensor, from which the device chooses. keep: makes of each matrix
-    of a layer, by its target's name, what is kept of it.
+    of a layer, by its target's name, what is kept of it. head_on: hold a tied lm_head in memory of
+    its own there.
     """
     stacks = None
     if stacked and config.experts is not None:
@@ -537,6 +546,8 @@ def assemble(
                 packed[base] = keep(base, packed[base])
     embed = packed.get("embed", plain.get("embed"))
     assert embed is not None and not isinstance(embed, Linear | Joined)
+    if head_on is not None and config.tied_embeddings and isinstance(embed, torch.Tensor):
+        plain["lm_head"] = embed.to(head_on, copy=True)
     lm_head = packed.get("lm_head") or _head(config, embed, plain, form, head_twice)
     layers = _layers(config, plain, packed, stacks)
     more, altup = _per_layer(config, plain, packed), _altup(config, plain)
@@ -721,7 +732,7 @@ def _head(
         return pack_linear(plain["lm_head"], form=form, copy=False)
     if isinstance(embed, QuantisedLinear):
         return embed
-    return pack_linear(embed, form=form, copy=twice)
+    return pack_linear(plain.get("lm_head", embed), form=form, copy=twice)
 
 
 def _mixture(

@@ -431,7 +431,7 @@ def _counted(
             forms[GROUPED if one.kind == "int8" and not one.whole(pair) else one.kind] = form
     note = f"{config.parameters / 1e9:.2f} B parameters, {said}{_how(forms, device)}"
     total = sum(size * (times or {}).get(name, 1) for name, size in sizes.items())
-    read = total - (0 if shared_table else sizes["embed"])
+    read = total - (0 if shared_table else sizes.get("embed", 0))
     return FewBits(total, note, read, "int4" if "int4" in forms else "int8")
 
 

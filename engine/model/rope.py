@@ -105,8 +105,10 @@ class Rotary:
     There is no table, so nothing here grows with the context. Layers may have ropes of their own
     (ModelConfig.layer_ropes). far: angles are products in float64 of the same frequencies, so that
     two tokens are turned by their distance wherever they stand: float32 is off by 0.03 rad at
-    position 1,000,000, and by a whole turn at 100 million.
+    position 1,000,000, and by a whole turn at 100 million. parts: of each part of the model.
     """
+
+    parts: tuple[Rotary, ...] = ()
 
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu", far: bool = False):
         ropes = config.layer_ropes or (config.rope,) * config.num_layers

@@ -28,7 +28,9 @@ def targets(config: ModelConfig, first_experts: int | None = None) -> list[Targe
         whole = whole_of(config)
         return cut_targets(targets(whole, first_experts), whole, config.share)
     hidden, first, names = config.hidden_size, config.prefix, config.names
-    found = [Target("embed", ((f"{first}{names.embed}.weight", (config.vocab_size, hidden)),))]
+    begins, ends = config.ends
+    embed = Target("embed", ((f"{first}{names.embed}.weight", (config.vocab_size, hidden)),))
+    found = [embed] if begins else []
     found += _per_layer(config)
     sizes, alone = config.recurrent, set(config.recurrent_layers)
     for i in range(config.num_layers):
@@ -46,8 +48,9 @@ def targets(config: ModelConfig, first_experts: int | None = None) -> list[Targe
         if i not in config.bare:
             found += [*after, *_mlp(config, i, first_experts)]
         found += _last(config, i)
-    found.append(Target("norm", ((f"{first}{names.norm}.weight", (hidden,)),)))
-    if not config.tied_embeddings:
+    if ends:
+        found.append(Target("norm", ((f"{first}{names.norm}.weight", (hidden,)),)))
+    if ends and not config.tied_embeddings:
         found.append(Target("lm_head", (("lm_head.weight", (config.vocab_size, hidden)),)))
     return found
 

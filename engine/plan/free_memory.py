@@ -64,6 +64,15 @@ class Free(NamedTuple):
     host_name: str
     shared: bool = False
 
+    def divided(self, parts: int, host_parts: int) -> Free:
+        """What one has of it where so many share the device, and host memory."""
+        if parts == host_parts == 1:
+            return self
+        own, host = self.bytes // parts, self.host // host_parts
+        name = self.name if parts == 1 else f"1/{parts} of {self.name}"
+        where = self.host_name if host_parts == 1 else f"1/{host_parts} of {self.host_name}"
+        return self._replace(bytes=own, name=name, host=host, host_name=where)
+
 
 def free_bytes(
     device: torch.device,

@@ -55,12 +55,14 @@ class LayerPlan:
 
     group_of: index of a SPARSE or FILTER layer's group, None for other layers. whole: SPARSE layers
     are read whole too, and more bytes of them so (exact mode): the bank lays them out for that.
+    dense: of a part of a model's layers, the `dense_share` of all; None: of a whole model.
     """
 
     roles: tuple[Role, ...]
     groups: tuple[Group, ...]
     group_of: tuple[int | None, ...]
     whole: bool = False
+    dense: float | None = None
 
     @property
     def num_layers(self) -> int:
@@ -108,6 +110,8 @@ class LayerPlan:
         """Share of the layers that read everything, of those that attend: a in the paper's Mem%
         (engine/plan/layers.py).
         """
+        if self.dense is not None:
+            return self.dense
         return 1.0 - len(self.partial_layers) / (self.num_layers - self.count(Role.RECURRENT))
 
     def describe(self) -> str:

@@ -61,7 +61,7 @@ def roll_back(session: SessionState) -> None:
     n = len(session.committed)
     session.bank.rewind(n, broken=True)
     session.query_ring.truncate(n)
-    session.runtime.setup.scratch.clear()
+    session.runtime.clear_scratch()
     session.forget_selection()
     if session.inconsistent:
         invalidate(session, n)

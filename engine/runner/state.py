@@ -18,6 +18,8 @@ from engine.bank.near.near_bank import NearBank
 from engine.bank.query_ring import QueryRing
 from engine.bank.recurrent.savepoints import Savepoints
 from engine.bank.row_origins import RowOrigins, Span
+from engine.bank.split.query_ring import SplitQueryRing
+from engine.bank.split.split_bank import SplitBank
 from engine.base.device import StepClock, current
 from engine.base.errors import ContextTooLong, SessionClosed
 from engine.base.interrupts import complete
@@ -26,6 +28,7 @@ from engine.load.loaded import Loaded
 from engine.load.planner import Planner
 from engine.methods.base import Runtime
 from engine.methods.mass_meter import Watch
+from engine.model.llama import Llama
 from engine.plan.layers import LayerPlan, Role, mem_from_budget
 from engine.plan.needs import STORES, Needs
 from engine.plan.placement import Placement
@@ -198,7 +201,12 @@ class SessionState:
             config.kv_bytes(dtype.itemsize, local=layer in config.local_layers)
             for layer in range(config.num_layers)
         ]
-        self.query_ring = QueryRing(config, 1, dtype, device)
+        parts = loaded.model.parts
+        self.query_ring = (
+            SplitQueryRing([p.config for p in parts], 1, dtype, [p.device for p in parts])
+            if parts
+            else QueryRing(config, 1, dtype, device)
+        )
         self.history = History(planner.savepoints)
         self.bank = self.new_bank(plan, needs, placement)
 
@@ -211,8 +219,25 @@ class SessionState:
 
     def new_bank(self, plan: LayerPlan, needs: Needs, placement: Placement | None) -> Bank:
         """An empty bank for this session under a method with such needs."""
+        loaded, cut = self.loaded, self.loaded.cut
+        if cut is None:
+            return self._bank_of(loaded.model, plan, needs, placement)
+        parts = loaded.model.parts
+        wanted: Any = (None,) * len(parts) if placement is None else placement.parts
+        banks = []
+        for part, own, where in zip(parts, cut.layers(plan), wanted, strict=True):
+            with current(part.device):
+                banks.append(self._bank_of(part, own, needs, where))
+        return SplitBank(loaded.config, cut, banks, self.capacity, loaded.dtype)
+
+    def _bank_of(
+        self, model: Llama, plan: LayerPlan, needs: Needs, placement: Placement | None
+    ) -> Bank:
+        """The bank of a model's layers, or of a part's, on its device."""
         loaded, planner = self.loaded, self.planner
-        config, dtype, device = loaded.config, loaded.dtype, loaded.model.device
+        config, dtype, device = loaded.config, loaded.dtype, model.device
+        if model is not loaded.model:
+            config = model.config
         if needs.kept is not None:
             bank = BlockBank(config, self.capacity, dtype, device, needs, chunk=planner.chunk)
             if placement is not None:

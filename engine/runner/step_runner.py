@@ -7,7 +7,7 @@ bucket.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -16,14 +16,20 @@ import torch
 
 from engine.bank.base import Attends, Bank, Step
 from engine.bank.query_ring import QueryRing
-from engine.forward.decode import Decoder
+from engine.base.device import current
+from engine.forward.decode import Decoder, parts_of
 from engine.forward.graphs import GraphedStep
-from engine.forward.layer import FusedLayer, TorchLayer
+from engine.forward.layer import FusedLayer, LayerForm
 from engine.forward.prefill import Outputs, run_chunk
 from engine.forward.prompt_layer import prompt_pieces
+from engine.forward.split.graph import SplitGraphedStep
+from engine.forward.split.layers import torch_layer
 from engine.load.loaded import Loaded
-from engine.methods.base import Method, Setup
+from engine.methods.base import Method, Runtime, Setup
 from engine.methods.full import Full
+from engine.methods.split.split_runtime import SplitRuntime
+from engine.model.config.config import ModelConfig
+from engine.model.llama import Llama
 from engine.model.share.divide import whole_of
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
@@ -68,33 +74,28 @@ class StepRunner:
         self._loaded, self._query_ring, self._rotary = loaded, query_ring, loaded.rotary
         self._plain = backend == "reference"
         # The reference is the oracle: plain launchers, pieces uncompiled, no graph.
-        oracle = TorchLayer(loaded.model, backend=backend) if self._plain else None
+        oracle = torch_layer(loaded.model, backend=backend) if self._plain else None
         self.halves = oracle or loaded.halves(backend)
         self.model = model = self.halves.model
         device, dtype = model.device, model.dtype
-        setup = Setup.of(
-            config,
-            method,
-            capacity,
-            plan=plan,
-            device=device,
-            dtype=dtype,
-            backend=backend,
-            sinks=model.sinks,
-        )
-        setup = replace(setup, sample=partial(sampled, loaded, backend), across=loaded.across)
-        setup = replace(setup, over_heads=loaded.over_heads)
-        if loaded.tokenizer is not None:
-            setup = replace(setup, marks=loaded.tokenizer.marks)
         self.fused = isinstance(self.halves, FusedLayer)
         self.prompt_pieces = prompt_pieces(self.halves)
-        if not self.fused:
-            setup = replace(setup, scratch=setup.scratch.merging_apart())
         full = Full()
-        self.runtime = method.runtime(setup)
+        cut = loaded.cut
+        if cut is None:
+            setups = [self._setup(config, model, self.halves, method, plan, capacity)]
+        else:
+            given = zip(model.parts, self.halves.parts, cut.layers(plan), strict=True)
+            setups = [self._setup(p.config, p, h, method, own, capacity) for p, h, own in given]
+        self.runtime = self._runtime(method, setups, plan)
         self.initial = self.runtime.state()
-        self.dense_runtime = full.runtime(replace(setup, plan=full.plan(config)))
-        self.scratch_bytes = sum(t.nbytes for t in vars(setup.scratch).values())
+        wide = full.plan(config)
+        plans = [wide] if cut is None else cut.layers(wide)
+        dense = [replace(one, plan=own) for one, own in zip(setups, plans, strict=True)]
+        self.dense_runtime = self._runtime(full, dense, wide)
+        self.scratch_bytes = sum(
+            tensor.nbytes for setup in setups for tensor in vars(setup.scratch).values()
+        )
         # of the whole model: ranks hold shares of several sizes, and all take the same steps
         self.dense_below = method.dense_below_tokens(
             plan, whole_of(config), dtype.itemsize, device.type, capacity
@@ -109,6 +110,47 @@ class StepRunner:
         self._own_step = self.issued_by(self.runtime, self.runtime.needs, self.token)
         self._dense_step = self.issued_by(self.dense_runtime, self.dense_runtime.needs, self.token)
 
+    def _setup(
+        self,
+        config: ModelConfig,
+        model: Llama,
+        halves: LayerForm,
+        method: Method,
+        plan: LayerPlan,
+        capacity: int,
+    ) -> Setup:
+        """The inputs of a runtime over a model, or over a part of one, on its device."""
+        loaded = self._loaded
+        setup = Setup.of(
+            config,
+            method,
+            capacity,
+            plan=plan,
+            device=model.device,
+            dtype=model.dtype,
+            backend=self.backend,
+            sinks=model.sinks,
+        )
+        read = partial(sampled, loaded, self.backend)
+        setup = replace(setup, sample=read, across=loaded.across, over_heads=loaded.over_heads)
+        if loaded.tokenizer is not None:
+            setup = replace(setup, marks=loaded.tokenizer.marks)
+        if not isinstance(halves, FusedLayer):
+            setup = replace(setup, scratch=setup.scratch.merging_apart())
+        return setup
+
+    def _runtime(self, method: Method, setups: Sequence[Setup], plan: LayerPlan) -> Runtime:
+        """A method's runtime, of one for each part where there are several."""
+        cut = self._loaded.cut
+        if cut is None:
+            return method.runtime(setups[0])
+        parts = []
+        for setup in setups:
+            with current(setup.device):
+                parts.append(method.runtime(setup))
+        whole = replace(setups[0], config=self._loaded.config, plan=plan)
+        return SplitRuntime(method, whole, parts, cut.starts)
+
     def issued_by(
         self, attends: Attends, needs: Needs, token: torch.Tensor, layers: int = 0
     ) -> GraphedStep:
@@ -118,7 +160,8 @@ class StepRunner:
         loaded, model = self._loaded, self.model.first(layers) if layers else self.model
         decoder = Decoder(model, loaded.rotary, attends, self._query_ring, self.halves)
         graphs = loaded.graphs and not self._plain and self.model.capturable
-        return GraphedStep(decoder, needs, token, self.length, self.bank, graphs)
+        kind = SplitGraphedStep if model.parts else GraphedStep
+        return kind(decoder, needs, token, self.length, self.bank, graphs)
 
     def rows_read(self, n: int, sparse: bool) -> list[int]:
         """Return the bank rows that each layer read in the step to length n."""
@@ -200,7 +243,10 @@ class StepRunner:
         positions = torch.full((1, 1), length - 1, device=device)
         visible = torch.full((1,), length, dtype=torch.int32, device=device)
         bank = self.bank
-        return Step(positions, visible, bank, bank.capacity, self._query_ring, self._rotary)
+        step = Step(positions, visible, bank, bank.capacity, self._query_ring, self._rotary)
+        if bank.parts:
+            step.parts = parts_of(step)
+        return step
 
     def newest(self, length: int, count: int) -> Iterator[Step]:
         """Yield the Steps of the newest `count` of `length` tokens that have their queries in the

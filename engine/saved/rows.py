@@ -99,7 +99,7 @@ def write_windows(bank: Bank, held: dict[int, tuple[int, torch.Tensor]], stop: i
         enough = type(low) is int and 0 <= low <= max(0, stop - ring.window)
         if not enough or tuple(rows.shape) != shape or rows.dtype != bank.dtype:
             raise ValueError("windows")
-        rows = rows.to(bank.device)
+        rows = rows.to(ring.k.device)
         k, v = map(with_zeros, rows if one == other else rows.split((one, other), -1))
         ring.load(k, v, low, stop)
 

@@ -142,9 +142,9 @@ def _facts(session: SessionState, extra: Any, tensors: list[torch.Tensor]) -> di
     state = {
         "ids": torch.tensor(list(session.ids), dtype=torch.int64),
         **_gone_before(session),
-        "queries": queries,
+        "queries": queries if queries is None else ring.as_one(queries),
         "ring": (ring.low, ring.high),
-        "kept": ring.kept,
+        "kept": {length: ring.as_one(kept) for length, kept in ring.kept.items()},
         "windows": windows(session.bank, len(session)),
         "recurrent": states(session),
         "last_logits": session.last_logits,
@@ -338,7 +338,7 @@ def _fill(
             if not 0 <= low <= high <= len(ids):
                 raise ValueError("ring")
             if state["queries"] is not None:
-                ring.write_chunk(state["queries"].to(ring.slots), high)
+                ring.write_chunk(ring.taken(state["queries"]), high)
             ring.set_valid(low, high)
             ring.kept = _kept(session, state.get("kept", {}), len(ids))
             write_windows(bank, state.get("windows", {}), len(ids))
@@ -411,7 +411,7 @@ def _kept(
         most = min(length, slots.shape[2]) if type(length) is int and length <= total else 0
         if (layers, batch, *rest) != (*slots.shape[:2], *slots.shape[3:]) or not 0 < width <= most:
             raise ValueError("kept")
-    return {length: queries.to(slots) for length, queries in kept.items()}
+    return {length: session.query_ring.taken(queries) for length, queries in kept.items()}
 
 
 def _logits(session: SessionState, logits: torch.Tensor | None) -> torch.Tensor | None:

@@ -59,7 +59,9 @@ class ModelConfig:
     one K/V head has rows of `head_dim` elements. `prefix` begins the stored names of the layers'
     tensors, and `names` has the others. `bank` is no file's: how rows of K and V are held, "model"
     (in the model's dtype) or packed: a name of `kernels.rows.forms`. `share`: which rank's share of
-    a model this is, whose heads and widths the others are then; None: the whole model.
+    a model this is, whose heads and widths the others are then; None: the whole model. `ends`:
+    whether these layers follow the embedding, and whether the head follows them: not of parts of a
+    model (engine/model/parts/).
     """
 
     architecture: str
@@ -96,6 +98,7 @@ class ModelConfig:
     bank: str = "model"
     # as `names`: other heads tell shares apart
     share: Share | None = field(default=None, repr=False)
+    ends: tuple[bool, bool] = field(default=(True, True), repr=False)
 
     @property
     def group(self) -> int:
@@ -313,7 +316,8 @@ class ModelConfig:
         return self.experts
 
     def _parameters(self, read: bool) -> int:
-        embeddings = self.held_vocab * self.hidden_size * (1 if self.tied_embeddings else 2)
+        tables = 1 if self.tied_embeddings else sum(self.ends)
+        embeddings = self.held_vocab * self.hidden_size * tables
         norms = self.hidden_size * (4 if self.block.norms == "both" else 2)
         attention = sum(map(self._attention_parameters, self.attending_layers))
         if self.recurrent is not None:
@@ -329,7 +333,7 @@ class ModelConfig:
                 if self.mlp_bias:
                     mlps += (1 if ungated else 2) * width + self.hidden_size
         norms = self.num_layers * norms - len(self.bare) * self.hidden_size
-        found = embeddings + attention + norms + mlps + self.hidden_size
+        found = embeddings + attention + norms + mlps + self.hidden_size * self.ends[1]
         return found + self._per_layer_parameters(read)
 
     def _attention_parameters(self, layer: int) -> int:

@@ -1,0 +1,1 @@
+"""The bank and the query ring of a session whose layers lie on several devices."""

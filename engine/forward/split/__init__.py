@@ -1,0 +1,1 @@
+"""Steps over the parts of a model, each on its device."""

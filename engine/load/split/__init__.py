@@ -1,0 +1,1 @@
+"""The plan of a model over several devices."""

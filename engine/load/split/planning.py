@@ -1,0 +1,133 @@
+"""Planning a model over several devices: where its layers are cut, and each device's plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from engine.load.memory import default_chunk, plan_at
+from engine.load.report import OFFLOAD_CHUNK
+from engine.load.split.split_plan import SplitPlan
+from engine.methods.base import Method
+from engine.model.config.config import ModelConfig
+from engine.model.low_bits import Rounding
+from engine.model.parts.config import part_of
+from engine.plan.free_memory import free_bytes
+from engine.plan.layers import LayerPlan
+from engine.plan.split.cut import Cut, choose_cut
+
+Budget = dict[str, int | None]  # bytes by the type of a device
+
+
+class SplitPlanning:
+    """Plans a model over `devices`.
+
+    split: as of Options. budgets: bytes of a GPU, and of host memory. rounding: how its weights are
+    held. settings: of plan_at, the same for every part.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        devices: tuple[torch.device, ...],
+        split: tuple[int, ...] | None,
+        budgets: Budget,
+        rounding: Rounding,
+        backend: str,
+        **settings: Any,
+    ) -> None:
+        self._name, self._config, self._dtype, self._devices = name, config, dtype, devices
+        self._split, self._budgets, self._rounding = split, budgets, rounding
+        self._backend, self._settings = backend, {"backend": backend, **settings}
+
+    def cut(self, method: Method, layers: LayerPlan, context: int) -> Cut:
+        """Where the layers are cut, for sessions of so many tokens."""
+        config, size = self._config, self._dtype.itemsize
+        each = [part_of(config, i, i + 1) for i in range(config.num_layers)]
+        table = config.vocab_size * config.hidden_size
+        held = self._weight_bytes(config) / max(1, config.parameters)
+        windows = config.windows or (0,) * config.num_layers
+        bytes_of = []
+        for one, window in zip(each, windows):
+            begins, ends = one.ends
+            own = one.parameters - table * begins - (table + config.hidden_size) * ends
+            rows = min(context, 2 * window) if window else context
+            bytes_of.append(own * held + rows * config.kv_bytes(size, local=window > 0))
+        first, last = table * size, table * (held if self._weights(each[-1], -1) else size)
+        room = [self._free(device) for device in self._devices]
+        return choose_cut(
+            method.name, layers, self._devices, bytes_of, (first, last), room, self._split
+        )
+
+    def _weights(self, config: ModelConfig, part: int) -> Any:
+        return self._rounding.bytes(config, self._dtype, self._devices[part], self._backend)
+
+    def _weight_bytes(self, config: ModelConfig) -> int:
+        found = self._weights(config, 0)
+        return config.parameters * self._dtype.itemsize if found is None else found.nbytes
+
+    def _free(self, device: torch.device) -> float:
+        budget = self._budgets[device.type]
+        return free_bytes(device, budget).bytes / self._devices.count(device)
+
+    def plan(
+        self,
+        whole: Any,
+        cut: Cut,
+        method: Method,
+        layers: LayerPlan,
+        max_context: int | None,
+        chunk: int | None,
+        offload: str,
+    ) -> SplitPlan:
+        """The plan under a cut. whole: makes the plan of the model as on one device, of a context
+        and a chunk.
+        """
+        own = chunk or default_chunk(self._devices[0].type, self._config)
+        found = self._parts(cut, method, layers, max_context, own, offload)
+        if max_context is None:
+            max_context = min(part.max_context for part in found)
+            found = self._parts(cut, method, layers, max_context, own, offload)
+        gpus = any(p.placement and d.type == "cuda" for p, d in zip(found, self._devices))
+        if chunk is None and gpus:
+            larger = self._parts(cut, method, layers, max_context, OFFLOAD_CHUNK, offload)
+            if all(part.fits for part in larger):
+                found = larger
+        return SplitPlan.of(whole(max_context, found[0].chunk), found, cut.starts)
+
+    def _parts(
+        self,
+        cut: Cut,
+        method: Method,
+        layers: LayerPlan,
+        max_context: int | None,
+        chunk: int,
+        offload: str,
+    ) -> tuple[Any, ...]:
+        found = []
+        given = zip(cut.spans, cut.layers(layers), self._devices)
+        for number, ((first, stop), own, device) in enumerate(given):
+            config = part_of(self._config, first, stop)
+            found.append(
+                plan_at(
+                    self._name,
+                    config,
+                    method,
+                    own,
+                    self._dtype,
+                    device,
+                    max_context,
+                    chunk,
+                    budget=self._budgets[device.type],
+                    host_budget=self._budgets["cpu"],
+                    offload=offload,
+                    weights=self._weights(config, number),
+                    shared_by=self._devices.count(device),
+                    host_shared_by=len(self._devices),
+                    **self._settings,
+                )
+            )
+        return tuple(found)

@@ -1,0 +1,1 @@
+"""Methods over a model whose layers lie on several devices."""

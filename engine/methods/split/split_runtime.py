@@ -1,0 +1,180 @@
+"""A session's runtime of one runtime for each part of a model, on the part's device.
+
+A part's layers choose for layers of the same part (engine/plan/split/cut.py), so its runtime knows
+its own layers alone, numbered from 0. What a session asks of its runtime is asked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from engine.bank.base import Bank, Opened, Step
+from engine.base.device import current
+from engine.methods.base import Method, Runtime, Setup
+from engine.plan.prefill_time import PrefillFlops
+from engine.plan.split.cut import found_in
+
+
+class SplitRuntime(Runtime):
+    """The runtimes `parts`. setup: of the whole model, with the scratch of the first part; starts:
+    the first layer of each part, and the number of layers.
+    """
+
+    def __init__(
+        self, method: Method, setup: Setup, parts: Sequence[Runtime], starts: Sequence[int]
+    ) -> None:
+        self.method, self.setup, self.plan = method, setup, setup.plan
+        self.parts, self.starts = tuple(parts), tuple(starts)
+        self.scale = setup.config.scale
+        self.softmax = tuple(one for part in parts for one in part.softmax)
+        self.needs = method.needs(setup.plan, setup.config, setup.capacity, setup.dtype.itemsize)
+
+    def _of(self, layer: int) -> tuple[Runtime, int, int]:
+        part, number = found_in(self.starts, layer)
+        return self.parts[part], number, part
+
+    def _here(self, part: Runtime) -> AbstractContextManager[object]:
+        return current(part.setup.device)
+
+    def _each(self, work: Callable[[Runtime], object]) -> None:
+        for part in self.parts:
+            with self._here(part):
+                work(part)
+
+    def _listed(self, rows: Callable[[Runtime], list[int]]) -> list[int]:
+        return [count for part in self.parts for count in rows(part)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def k(self) -> int:
+        return max(part.k for part in self.parts)
+
+    def clear_scratch(self) -> None:
+        self._each(lambda part: part.clear_scratch())
+
+    # ---------------------------------------------------------------- a prompt
+
+    def begin_prompt(self, start: int, stop: int, more: bool = False) -> None:
+        self._each(lambda part: part.begin_prompt(start, stop, more))
+
+    def chunk_stop(self, first: int, stop: int) -> int:
+        return min(part.chunk_stop(first, stop) for part in self.parts)
+
+    def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
+        part, number, at = self._of(layer)
+        return part.attend_prompt(number, q, bank.parts[at], start)
+
+    @property
+    def reads_whole_prompts(self) -> bool:
+        return all(part.reads_whole_prompts for part in self.parts)
+
+    def attend_opened(
+        self, layer: int, q: torch.Tensor, bank: Bank, start: int, opened: Opened
+    ) -> torch.Tensor:
+        part, number, at = self._of(layer)
+        return part.attend_opened(number, q, bank.parts[at], start, opened)
+
+    def attend_prompt_local(
+        self, layer: int, q: torch.Tensor, bank: Bank, start: int, stop: int
+    ) -> torch.Tensor:
+        part, number, at = self._of(layer)
+        return part.attend_prompt_local(number, q, bank.parts[at], start, stop)
+
+    def end_prompt(self, length: int, step: Step | None = None) -> None:
+        for number, part in enumerate(self.parts):
+            with self._here(part):
+                part.end_prompt(length, None if step is None else step.parts[number])
+
+    def prompt_flops(self, flops: PrefillFlops, start: int, stop: int) -> tuple[float, float]:
+        # each part counts all layers, by its own roles
+        found = [part.prompt_flops(flops, start, stop) for part in self.parts]
+        shares = [part.plan.num_layers / self.plan.num_layers for part in self.parts]
+        linear, attention = zip(*found)
+        return (
+            sum(a * b for a, b in zip(linear, shares)),
+            sum(a * b for a, b in zip(attention, shares)),
+        )
+
+    # ---------------------------------------------------------------- a step
+
+    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        part, number, at = self._of(layer)
+        return part.attend(number, q, step.parts[at])
+
+    def attend_local(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        part, number, at = self._of(layer)
+        return part.attend_local(number, q, step.parts[at])
+
+    def warm(self, steps: Iterable[Step]) -> None:
+        listed = list(steps)
+        for number, part in enumerate(self.parts):
+            with self._here(part):
+                part.warm(step.parts[number] for step in listed)
+
+    def commit(self, count: int) -> None:
+        self._each(lambda part: part.commit(count))
+
+    # ---------------------------------------------------------------- what a step read
+
+    def rows_read(self, n: int) -> list[int]:
+        return self._listed(lambda part: part.rows_read(n))
+
+    def choosing_bytes(self, n: int) -> int:
+        return sum(part.choosing_bytes(n) for part in self.parts)
+
+    def selections(self) -> dict[int, torch.Tensor]:
+        return self._by_layer(lambda part: part.selections())
+
+    def selection_scores(self) -> dict[int, torch.Tensor]:
+        return self._by_layer(lambda part: part.selection_scores())
+
+    def _by_layer(
+        self, found: Callable[[Runtime], dict[int, torch.Tensor]]
+    ) -> dict[int, torch.Tensor]:
+        parts = zip(self.parts, self.starts)
+        return {first + layer: t for part, first in parts for layer, t in found(part).items()}
+
+    def chosen_rows(self, layer: int) -> torch.Tensor:
+        part, number, _ = self._of(layer)
+        return part.chosen_rows(number)
+
+    def drawn_rows(self, layer: int) -> torch.Tensor:
+        part, number, _ = self._of(layer)
+        return part.drawn_rows(number)
+
+    def tail_start(self, step: Step) -> torch.Tensor:
+        return self.parts[0].tail_start(step.parts[0] if step.parts else step)
+
+    def choice(self) -> Any:
+        return [part.choice() for part in self.parts]
+
+    def load_choice(self, choice: Any) -> None:
+        for part, own in zip(self.parts, choice, strict=True):
+            part.load_choice(own)
+
+    # ---------------------------------------------------------------- going back, copies
+
+    def state(self) -> Any:
+        """Of the first part: methods of several devices have one that no layer's rows are in."""
+        return self.parts[0].state()
+
+    def savepoint(self) -> Any:
+        return self.parts[0].savepoint()
+
+    def load(self, state: Any, length: int | None) -> None:
+        self._each(lambda part: part.load(state, length))
+
+    def truncate(self, length: int) -> None:
+        self._each(lambda part: part.truncate(length))
+
+    def copy_from(self, other: Any, sequence: int = 0) -> None:
+        for part, theirs in zip(self.parts, other.parts, strict=True):
+            with self._here(part):
+                part.copy_from(theirs, sequence)

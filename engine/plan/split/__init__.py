@@ -1,0 +1,1 @@
+"""A model's layers over several devices: where they are cut, and what each part is."""

@@ -1,0 +1,144 @@
+"""The cut of a model's layers into parts that follow each other, one on each device.
+
+A group of sparse layers stays with the filter layer that chooses for it, so that nothing but the
+hidden vector crosses from one device to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from engine.base.errors import SettingError
+from engine.plan.layers import Group, LayerPlan
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Part i has the layers starts[i] .. starts[i + 1] - 1 and lies on devices[i]."""
+
+    starts: tuple[int, ...]
+    devices: tuple[torch.device, ...]
+
+    @property
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """(first layer, one past the last) of each part."""
+        return pairwise(self.starts)
+
+    def of(self, layer: int) -> tuple[int, int]:
+        """(part, number within it) of a layer."""
+        return found_in(self.starts, layer)
+
+    def layers(self, plan: LayerPlan) -> list[LayerPlan]:
+        """The layer plan of each part."""
+        return [part_plan(plan, first, stop) for first, stop in self.spans]
+
+    def require(self, name: str, plan: LayerPlan) -> None:
+        """Raise SettingError where a method, `name`, has a group that the cut would divide."""
+        free = set(boundaries(plan))
+        for start in self.starts[1:-1]:
+            if start not in free:
+                raise SettingError(
+                    f"method: found {name}, whose layers {_around(plan, start)} share a "
+                    f"selection, but layer {start} begins a device; make another LLM for it, whose "
+                    "plan cuts elsewhere"
+                )
+
+
+def found_in(starts: Sequence[int], layer: int) -> tuple[int, int]:
+    """(part, number within it) of a layer, by the first layer of each part."""
+    part = max(i for i, first in enumerate(starts[:-1]) if first <= layer)
+    return part, layer - starts[part]
+
+
+def part_plan(plan: LayerPlan, first: int, stop: int) -> LayerPlan:
+    """The layer plan of the layers first .. stop-1, numbered from 0. No group may reach beyond."""
+    groups, number = [], {}
+    for i, group in enumerate(plan.groups):
+        if first <= group.filter_layer < stop:
+            number[i] = len(groups)
+            layers = tuple(layer - first for layer in group.layers)
+            groups.append(Group(group.filter_layer - first, layers))
+    group_of = tuple(None if g is None else number[g] for g in plan.group_of[first:stop])
+    own = plan.roles[first:stop], tuple(groups), group_of
+    return LayerPlan(*own, plan.whole, plan.dense_share)
+
+
+def boundaries(plan: LayerPlan) -> list[int]:
+    """The layers that may begin a part: all but the first, and but those within a group."""
+    inside = set[int]()
+    for group in plan.groups:
+        if group.layers:
+            inside.update(range(group.filter_layer + 1, max(group.layers) + 1))
+    return [layer for layer in range(1, plan.num_layers) if layer not in inside]
+
+
+def choose_cut(
+    name: str,
+    plan: LayerPlan,
+    devices: Sequence[torch.device],
+    bytes_of: Sequence[float],
+    ends: tuple[float, float],
+    room: Sequence[float],
+    split: Sequence[int] | None = None,
+) -> Cut:
+    """Return the cut under which the fullest device is least full, of a method, `name`, with this
+    plan.
+
+    bytes_of: of each layer with its part of the bank; ends: of the embedding, which goes with the
+    first layer, and of the head. room: bytes of each device. split: the layers of each part, or
+    what they are to be in proportion to; each boundary is then the nearest that may be one. Raises
+    SettingError where there are fewer places to cut than devices.
+    """
+    free, parts, count = boundaries(plan), len(devices), plan.num_layers
+    if len(free) < parts - 1:
+        most, why = len(free) + 1, ", whose groups that share a selection stay together"
+        if parts > count:
+            most, why = count, ""
+        raise SettingError(
+            f"devices: found {parts}, expected at most {most} for {name} over {count} layers{why}"
+        )
+    if split is not None:
+        return Cut(_nearest(free, split, count), tuple(devices))
+    sums = [0.0]
+    for number, size in enumerate(bytes_of):
+        more = (ends[0] if number == 0 else 0) + (ends[1] if number == count - 1 else 0)
+        sums.append(sums[-1] + size + more)
+    # best[c]: (how full the fullest is, the starts so far) where the parts so far end at layer c
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for part in range(parts):
+        last = part == parts - 1
+        found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for stop in [count] if last else free:
+            ways = [
+                (max(full, (sums[stop] - sums[first]) / max(room[part], 1.0)), (*starts, first))
+                for first, (full, starts) in best.items()
+                if first < stop
+            ]
+            if ways:
+                found[stop] = min(ways)
+        best = found
+    return Cut((*best[count][1], count), tuple(devices))
+
+
+def _nearest(free: Sequence[int], split: Sequence[int], count: int) -> tuple[int, ...]:
+    """The starts nearest to the proportions `split`, each of them in `free`, and `count`."""
+    starts, done = [0], 0
+    for part, share in enumerate(split[:-1]):
+        done += share
+        wanted, later = done * count / sum(split), len(split) - 2 - part
+        open_ = [layer for layer in free if layer > starts[-1]]
+        open_ = open_[: len(open_) - later]  # those after it need a place each
+        starts.append(min(open_, key=lambda layer: abs(layer - wanted)))
+    return (*starts, count)
+
+
+def _around(plan: LayerPlan, layer: int) -> str:
+    """The layers of the group that reaches over a layer, in words."""
+    for group in plan.groups:
+        if group.layers and group.filter_layer < layer <= max(group.layers):
+            return f"{group.filter_layer} to {max(group.layers)}"
+    return str(layer)
