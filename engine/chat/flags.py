@@ -84,6 +84,8 @@ def _require_one_process(args: argparse.Namespace) -> None:
     """Raise UsageError for flags that several processes do not take (docs/PARALLEL.md)."""
     if not (flag := flag_of(args)):
         return
+    if args.devices is not None:
+        raise UsageError(f"--devices: found beside {flag}; layers or heads are split, not both")
     for name in ONE_PROCESS:
         if getattr(args, name):
             raise UsageError(

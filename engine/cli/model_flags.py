@@ -71,6 +71,21 @@ def layers(text: str) -> tuple[int, ...]:
         ) from None
 
 
+def devices(text: str) -> tuple[str, ...]:
+    """Parse names of devices: 0,1 or cuda:0,cpu."""
+    return tuple(part.strip() for part in text.split(","))
+
+
+def shares(text: str) -> tuple[int, ...]:
+    """Parse how layers are divided: 1:3."""
+    try:
+        return tuple(int(part) for part in text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected numbers of layers such as 12:20, or proportions such as 1:3"
+        ) from None
+
+
 def auto_or_tokens(text: str) -> int | str:
     """Parse a number of tokens as `scaled` does, or 0, or the word auto."""
     return text if text == "auto" else 0 if text.strip() == "0" else scaled(text)
@@ -165,6 +180,20 @@ def _length_flags(add: Callable) -> None:
 
 def _placement_flags(add: Callable) -> None:
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add(
+        "--devices",
+        type=devices,
+        metavar="D,D,...",
+        help="divide the layers, with their weights and their part of the bank, over several "
+        "devices: numbers of GPUs, cuda:N or cpu, such as 0,1 (docs/PARALLEL.md)",
+    )
+    add(
+        "--split",
+        type=shares,
+        metavar="N:N:...",
+        help="with --devices: the layers of each device, or what they are in proportion to, such "
+        "as 1:3 (default: by bytes and free memory)",
+    )
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add(
         "--weights",

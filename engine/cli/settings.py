@@ -54,6 +54,8 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     planned = args.fits or Card()  # imagined; the programs take it with a plan alone
     return {
         "device": args.device,
+        "devices": args.devices,
+        "split": args.split,
         "dtype": args.dtype,
         "weights": args.weights,
         "weights_offload": args.weights_offload,
@@ -156,8 +158,8 @@ def flag_named(message: str, given: Collection[str] = ()) -> str:
         *(f.name for f in dataclasses.fields(SamplingParams)),
         *METHOD_FLAGS,
         *FLAG_OF,
-        *("draft", "threads", "chunk", "device", "dtype", "offload", "compile", "weights"),
-        *("bank", "rope", "beyond", "forever", "savepoints", "weights_offload"),
+        *("draft", "threads", "chunk", "device", "devices", "split", "dtype", "offload", "compile"),
+        *("weights", "bank", "rope", "beyond", "forever", "savepoints", "weights_offload"),
     }
     if not colon or field not in known:
         return message

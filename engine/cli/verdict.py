@@ -42,10 +42,17 @@ def plan_verdict(planner: Planner) -> tuple[bool, str]:
             line += f", {human(plan.host_total)} of the {human(plan.host_free * HEADROOM)} of host "
             line += f"memory that may be used (of {plan.host_name})"
         return True, line + _without_streaming(planner)
-    over, host = need.bytes - plan.free * HEADROOM, plan.host_total - plan.host_free * HEADROOM
-    short = [f"{human(over)} too much for {allowed}"] if over > 0 else []
-    if plan.device != "cpu" and host > 0:
-        short.append(f"{human(host)} of host memory too much (of {plan.host_name})")
+    short, over = [], 0.0
+    for number, part in enumerate(plan.by_device):
+        where = f"device {number} ({part.device}): " if len(plan.by_device) > 1 else ""
+        allowed = f"the {human(part.free * HEADROOM)} that may be used (of {part.free_name})"
+        more = part.total - part.free * HEADROOM
+        host = part.host_total - part.host_free * HEADROOM
+        over = max(over, more)
+        if more > 0:
+            short.append(f"{where}{human(more)} too much for {allowed}")
+        if part.device != "cpu" and host > 0:
+            short.append(f"{where}{human(host)} of host memory too much (of {part.host_name})")
     found = []
     if ROUND <= plan.largest_context < plan.max_context:
         found.append(f"--ctx {plan.largest_context}")

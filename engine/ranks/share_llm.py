@@ -71,6 +71,11 @@ class ShareLLM(LLM):
             raise SettingError(
                 f"device: found {self.device}, but {count} ranks run on CPUs; use device='cpu'"
             )
+        if options.devices is not None:
+            raise SettingError(
+                f"devices: found {', '.join(options.devices)} with {count} ranks; layers or heads "
+                "are split, not both"
+            )
         if options.compile:
             raise SettingError(f"compile: found True with {count} ranks, expected None or False")
         if options.forever:

@@ -13,7 +13,6 @@ from engine.bank.chunk_bank import ChunkBank
 from engine.bank.pool.heap import give_back
 from engine.bank.recurrent.savepoints import Savepoints
 from engine.bank.row_origins import Span
-from engine.base.device import synchronize
 from engine.forward.prefill import Outputs
 from engine.methods.requirements import validate_parts
 from engine.plan.prefill_time import Eta, PrefillFlops, Progress
@@ -112,7 +111,7 @@ def _read_chunk(
     session.query_ring.write_chunk(newest[:, :, -count:], length)
     session.commit(ids, count)
     # A chunk is seconds of work: its time must be true for the time left.
-    synchronize(device)
+    runner.pace.ended(last=logits is not None)
     return logits
 
 

@@ -24,6 +24,7 @@ from engine.forward.prefill import Outputs, run_chunk
 from engine.forward.prompt_layer import prompt_pieces
 from engine.forward.split.graph import SplitGraphedStep
 from engine.forward.split.layers import torch_layer
+from engine.forward.split.pace import ChunkPace
 from engine.load.loaded import Loaded
 from engine.methods.base import Method, Runtime, Setup
 from engine.methods.full import Full
@@ -54,6 +55,7 @@ class StepRunner:
     runs. fused: whether steps run on our own kernels. token int64 [1, 1], length int32 [1]: inputs
     of a captured graph, filled by `feed`. batchable: whether its step may join a batched step
     (engine/batch/step.py). needs_rows: whether tokens are worth nothing to it without their rows.
+    pace: how far the chunks of a prompt run ahead of the host.
     """
 
     batchable = True
@@ -103,6 +105,7 @@ class StepRunner:
         self._partial = bool(plan.partial_layers)
         # a method that stages whole layers starts copies, whatever its layers read
         self._differs = self._partial or self.runtime.needs.staged_layers > 0
+        self.pace = ChunkPace([part.device for part in model.parts] or [device])
         self.argmax = DeviceArgmax(device)
         self.token = self.argmax.token
         self.length = torch.zeros(1, dtype=torch.int32, device=device)

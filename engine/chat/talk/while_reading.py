@@ -51,6 +51,8 @@ def most_full(layers: int) -> int:
 def unable(llm: LLM, tokens: int) -> str:
     """Why a document of so many tokens cannot calibrate a model; "" where it can."""
     layers = len(llm.config.seeing_layers)
+    if llm.planner.cut is not None:
+        return "its layers lie on several devices, and a search runs over one"
     if llm.config.recurrent is not None:
         return (
             f"the recurrent layers of this model ({llm.config.family}) have left a passage behind; "

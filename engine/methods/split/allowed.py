@@ -1,14 +1,55 @@
-"""Which methods run over a model whose layers lie on several devices."""
+"""Which methods run over a model whose layers lie on several devices.
+
+A method is let through where tests/programs/devices.py has found one device's logits to the bit:
+its layers look at their own rows, or choose for layers of their own group, which stays together.
+The others keep tables, stores or draws by the numbers of all layers, or run layers twice.
+"""
 
 from __future__ import annotations
 
 from engine.base.errors import SettingError
 from engine.methods.base import Method
 
-RUN = ("full", "omnikv")
+RUN = (
+    "brutal_offload",
+    "clusterkv",
+    "delta",
+    "full",
+    "less_is_more",
+    "magicpig",
+    "omnikv",
+    "omnikv_heads",
+    "omnikv_newest",
+    "omnikv_one",
+    "omnikv_per_layer",
+    "omnikv_top_p",
+    "omnikv_unpacked",
+    "oracle_topk",
+    "oracle_topp",
+    "pqcache",
+    "quest",
+    "retroinfer",
+    "shadowkv",
+    "sparq",
+    "tidaldecode",
+)
+
+
+def why_not(method: Method) -> str:
+    """Why several devices cannot run a method with these settings; "" where they can."""
+    if method.name not in RUN:
+        return "goes by the numbers of all layers, or runs some of them twice"
+    if getattr(method, "residual", "none") != "none":
+        return "draws by the number of a group among all; use residual='none'"
+    sparsely = getattr(method, "dense_layers", "dense") == "block_sparse"
+    if sparsely or getattr(method, "prefill_ratio", None):
+        return "reads prompts by the plan of all layers; leave prefill_ratio and dense_layers out"
+    return ""
 
 
 def require_split(method: Method) -> None:
-    """Raise SettingError for a method that has not been shown to give one device's logits."""
-    if False:
-        raise SettingError(f"method: found {method.name} over several devices")
+    """Raise SettingError for a method that several devices cannot run."""
+    if why := why_not(method):
+        raise SettingError(
+            f"method: found {method.name} over several devices, but it {why} (docs/PARALLEL.md)"
+        )

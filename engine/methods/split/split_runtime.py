@@ -29,6 +29,9 @@ class SplitRuntime(Runtime):
     ) -> None:
         self.method, self.setup, self.plan = method, setup, setup.plan
         self.parts, self.starts = tuple(parts), tuple(starts)
+        # whose state is that of all: a part whose layers all read everything has none
+        partial = (part for part in parts if part.plan.partial_layers)
+        self._stated = next(partial, self.parts[0])
         self.scale = setup.config.scale
         self.softmax = tuple(one for part in parts for one in part.softmax)
         self.needs = method.needs(setup.plan, setup.config, setup.capacity, setup.dtype.itemsize)
@@ -162,11 +165,11 @@ class SplitRuntime(Runtime):
     # ---------------------------------------------------------------- going back, copies
 
     def state(self) -> Any:
-        """Of the first part: methods of several devices have one that no layer's rows are in."""
-        return self.parts[0].state()
+        """Of one part: a method over several devices has none that is of some layers alone."""
+        return self._stated.state()
 
     def savepoint(self) -> Any:
-        return self.parts[0].savepoint()
+        return self._stated.savepoint()
 
     def load(self, state: Any, length: int | None) -> None:
         self._each(lambda part: part.load(state, length))
