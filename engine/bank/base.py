@@ -450,7 +450,7 @@ class Attends(Protocol):
     """The interface of a runtime (or of a MassMeter around one) to a decode step."""
 
     @property
-    def parts(self) -> Sequence[Attends]:
+    def by_part(self) -> Sequence[Attends]:
         """Those of a model's parts, each on its device; (): it is one."""
         ...
 
@@ -481,7 +481,7 @@ class AttendsPrompt(Protocol):
     """What a chunk of a prompt asks of a runtime."""
 
     @property
-    def parts(self) -> Sequence[AttendsPrompt]:
+    def by_part(self) -> Sequence[AttendsPrompt]:
         """Those of a model's parts, each on its device; (): it is one."""
         ...
 

@@ -33,7 +33,7 @@ class SequenceStep(NamedTuple):
 
     def of_part(self, part: int) -> SequenceStep:
         """The same as one part of a model sees it."""
-        return SequenceStep(self.tokens, self.runtime.parts[part], self.step.parts[part])
+        return SequenceStep(self.tokens, self.runtime.by_part[part], self.step.parts[part])
 
 
 def step_together(
@@ -177,7 +177,7 @@ class Decoder:
         positions = lengths.long().unsqueeze(1) + torch.arange(count, device=lengths.device)
         beside = self.query_ring.parts[part], self.rotary.parts[part]
         step = Step(positions, lengths + count, own, min(bucket, own.capacity), *beside, tokens)
-        sequence = SequenceStep(tokens, self.runtime.parts[part], step)
+        sequence = SequenceStep(tokens, self.runtime.by_part[part], step)
         return part_of_step(self.model, self.halves, [sequence], part, x)
 
 
@@ -186,7 +186,7 @@ def parts_of(step: Step) -> tuple[Step, ...]:
     found = []
     given = zip(step.bank.parts, step.query_ring.parts, step.rotary.parts, strict=True)
     for bank, ring, rotary in given:
-        at = (crossed(t, bank.device) for t in (step.positions, step.visible))
+        positions, visible = (crossed(t, bank.device) for t in (step.positions, step.visible))
         rows = min(step.bucket, bank.capacity)
-        found.append(Step(*at, bank, rows, ring, rotary, step.tokens))
+        found.append(Step(positions, visible, bank, rows, ring, rotary, step.tokens))
     return tuple(found)

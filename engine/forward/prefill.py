@@ -55,16 +55,26 @@ def run_chunk(
     Of a model in parts the host issues one part's work after the other's and waits for none, so
     that GPUs work on chunks that follow each other at the same time.
     """
-    how = start, total, write, last_logits, backend, every, advance
+    through = partial(
+        _through,
+        tokens=tokens,
+        start=start,
+        total=total,
+        write=write,
+        last_logits=last_logits,
+        backend=backend,
+        every=every,
+        advance=advance,
+    )
     if not model.parts:
-        return _through(model, rotary, runtime, bank, tokens, None, pieces, *how)
+        return through(model, rotary, runtime, bank, None, pieces_of(pieces, 0))
     x: torch.Tensor | None = None
     newest = []
     for number, part in enumerate(model.parts):
-        own = rotary.parts[number], runtime.parts[number], bank.parts[number]
+        own = part, rotary.parts[number], runtime.by_part[number], bank.parts[number]
         with current(part.device):
-            given = None if x is None else crossed(x, part.device)
-            x, queries = _through(part, *own, tokens, given, pieces_of(pieces, number), *how)
+            x = None if x is None else crossed(x, part.device)
+            x, queries = through(*own, x, pieces_of(pieces, number))
         newest.append(queries)
     return None if x is None or not last_logits else crossed(x, model.device), SplitQueries(newest)
 
@@ -74,9 +84,9 @@ def _through(
     rotary: Rotary,
     runtime: AttendsPrompt,
     bank: Bank,
-    tokens: torch.Tensor,
     x: torch.Tensor | None,
     pieces: Pieces,
+    tokens: torch.Tensor,
     start: int,
     total: int,
     write: bool,

@@ -147,8 +147,8 @@ class Loaded:
         model = parted(self.model, planner.config, *where)
         rotary = parted_rotary(model, far=far)
         forms = StepForms(model, rotary, self.pieces, step)
-        own = dict(config=planner.config, model=model, rotary=rotary, halves=forms)
-        return replace(self, **own, lock=lock)
+        now = replace(self, config=planner.config, lock=lock)
+        return replace(now, model=model, rotary=rotary, halves=forms)
 
     @property
     def device(self) -> torch.device:

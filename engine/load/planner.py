@@ -201,15 +201,16 @@ class Planner:
     ) -> SplitPlan:
         """As `_make_plan`, over several devices; the first one made says where the layers lie."""
         options, offload = self.options, offload or self.options.offload
-        shared = dict(backend=options.backend, slots=options.slots, savepoints=options.savepoints)
+        shared: dict[str, Any] = dict(slots=options.slots, savepoints=options.savepoints)
+        shared["backend"] = options.backend
         budgets = {"cuda": options.vram_budget, "cpu": options.ram_budget}
         own = self.name, self.config, self.dtype, self.devices, options.split, budgets
         planning = SplitPlanning(*own, self.rounding, **shared)
         model = self.name, self.config, method, layers, self.dtype, self.device
 
         def whole(context: int, tokens: int) -> Plan:
-            more = dict(note=self.hint, offload=offload, weights=self.few_bits)
-            return plan_at(*model, context, tokens, **more, **shared)
+            own = {"offload": offload, "weights": self.few_bits, **shared}
+            return plan_at(*model, context, tokens, note=self.hint, **own)
 
         given = method, layers, max_context, chunk, offload
         if self.cut is not None:

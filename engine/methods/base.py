@@ -264,7 +264,7 @@ class Runtime:
     """
 
     bank: Bank | None = None  # the session's bank, set by the session
-    parts: tuple[Runtime, ...] = ()  # of the parts of a model over several devices
+    by_part: Sequence[Runtime] = ()  # of the parts of a model over several devices
 
     def __init__(self, method: Method, setup: Setup):
         self.method, self.setup, self.plan = method, setup, setup.plan

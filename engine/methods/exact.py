@@ -17,7 +17,7 @@ layers' rows of full attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -237,6 +237,8 @@ class Kept:
 
     tail_start int32 [B]: the first position of its tail, filled by the runner.
     """
+
+    by_part: Sequence[Runtime] = ()  # exact mode runs on one device
 
     def __init__(self, drafter: Runtime):
         self.drafter = drafter

@@ -29,17 +29,17 @@ class MassMeter:
     `sampling_error`, median over query heads. Costs one more reading of a sparse layer's K per
     step, and then of V of what it reads.
 
-    parts: the meters of the parts of `inner`, over the same figures. whole, first: of such a part,
-    the meter of all and the number of its first layer.
+    by_part: the meters of the parts of `inner`, over the same figures. whole, first: of such a
+    part, the meter of all and the number of its first layer.
     """
 
     def __init__(self, inner: Runtime, whole: MassMeter | None = None, first: int = 0):
         self.inner, self._first = inner, first
         self.mass: dict[int, float] = {} if whole is None else whole.mass
         self.errors: dict[int, float] = {} if whole is None else whole.errors
-        counts = [part.plan.num_layers for part in inner.parts]
-        self.parts = tuple(
-            MassMeter(part, self, sum(counts[:i])) for i, part in enumerate(inner.parts)
+        counts = [part.plan.num_layers for part in inner.by_part]
+        self.by_part = tuple(
+            MassMeter(part, self, sum(counts[:i])) for i, part in enumerate(inner.by_part)
         )
 
     @property

@@ -214,8 +214,8 @@ class Llama:
         assert not isinstance(embed, Linear | Joined)
         layers = [layer.on_torch() for layer in self.layers]
         more = None if self.per_layer is None else self.per_layer.on_torch()
-        own = {"layers": layers, "lm_head": head, "per_layer": more, "parts": ()}
-        return replace(self, embed=embed, **own)
+        same = replace(self, embed=embed, layers=layers, lm_head=head, per_layer=more)
+        return replace(same, parts=())
 
     def turns(self, first: int = 0) -> Iterator[tuple[int, Layer]]:
         """Go through the layers from number `first` on in order: (number, layer), each with its

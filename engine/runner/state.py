@@ -223,7 +223,8 @@ class SessionState:
         if cut is None:
             return self._bank_of(loaded.model, plan, needs, placement)
         parts = loaded.model.parts
-        wanted: Any = (None,) * len(parts) if placement is None else placement.parts
+        given: Any = placement  # a SplitPlacement
+        wanted = (None,) * len(parts) if given is None else given.parts
         banks = []
         for part, own, where in zip(parts, cut.layers(plan), wanted, strict=True):
             with current(part.device):

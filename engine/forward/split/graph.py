@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -55,6 +56,6 @@ class SplitGraphedStep(GraphedStep):
             x = crossed(found[-1].out, part.device).clone() if found else None
             given = self.token, self._lengths[number], self._bank, bucket, number, x
             with current(part.device):
-                graph, out = captured(part.device, lambda g=given: self._decoder.part_step(*g))
+                graph, out = captured(part.device, partial(self._decoder.part_step, *given))
             found.append(_Part(graph, out, x))
         return found

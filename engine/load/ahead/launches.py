@@ -23,7 +23,7 @@ from engine.forward.decode import Decoder
 from engine.forward.graphs import FIRST_BUCKET
 from engine.forward.layer import FusedLayer, LayerForm, TorchLayer, fusable
 from engine.forward.prefill import run_chunk
-from engine.forward.prompt_layer import Pieces, prompt_pieces
+from engine.forward.prompt_layer import prompt_pieces
 from engine.forward.recurrent.self_test import launch_recurrence, mixers
 from engine.forward.self_test import launch_tested
 from engine.load.ahead.recording import Launch, recorded, specialise
@@ -113,7 +113,7 @@ def _step(decoder: Decoder, bank: Bank) -> None:
 
 
 def _prompt(
-    answer: FirstAnswer, model: Llama, rotary: Rotary, runtime: Runtime, bank: Bank, pieces: Pieces
+    answer: FirstAnswer, model: Llama, rotary: Rotary, runtime: Runtime, bank: Bank, pieces: Any
 ) -> None:
     """A first chunk, one behind blocks of the past and a remainder, and a last one."""
     chunk = answer.chunk

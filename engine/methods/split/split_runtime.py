@@ -28,36 +28,36 @@ class SplitRuntime(Runtime):
         self, method: Method, setup: Setup, parts: Sequence[Runtime], starts: Sequence[int]
     ) -> None:
         self.method, self.setup, self.plan = method, setup, setup.plan
-        self.parts, self.starts = tuple(parts), tuple(starts)
+        self.by_part, self.starts = tuple(parts), tuple(starts)
         # whose state is that of all: a part whose layers all read everything has none
         partial = (part for part in parts if part.plan.partial_layers)
-        self._stated = next(partial, self.parts[0])
+        self._stated = next(partial, self.by_part[0])
         self.scale = setup.config.scale
         self.softmax = tuple(one for part in parts for one in part.softmax)
         self.needs = method.needs(setup.plan, setup.config, setup.capacity, setup.dtype.itemsize)
 
     def _of(self, layer: int) -> tuple[Runtime, int, int]:
         part, number = found_in(self.starts, layer)
-        return self.parts[part], number, part
+        return self.by_part[part], number, part
 
     def _here(self, part: Runtime) -> AbstractContextManager[object]:
         return current(part.setup.device)
 
     def _each(self, work: Callable[[Runtime], object]) -> None:
-        for part in self.parts:
+        for part in self.by_part:
             with self._here(part):
                 work(part)
 
     def _listed(self, rows: Callable[[Runtime], list[int]]) -> list[int]:
-        return [count for part in self.parts for count in rows(part)]
+        return [count for part in self.by_part for count in rows(part)]
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.nbytes for part in self.by_part)
 
     @property
     def k(self) -> int:
-        return max(part.k for part in self.parts)
+        return max(part.k for part in self.by_part)
 
     def clear_scratch(self) -> None:
         self._each(lambda part: part.clear_scratch())
@@ -68,7 +68,7 @@ class SplitRuntime(Runtime):
         self._each(lambda part: part.begin_prompt(start, stop, more))
 
     def chunk_stop(self, first: int, stop: int) -> int:
-        return min(part.chunk_stop(first, stop) for part in self.parts)
+        return min(part.chunk_stop(first, stop) for part in self.by_part)
 
     def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         part, number, at = self._of(layer)
@@ -76,7 +76,7 @@ class SplitRuntime(Runtime):
 
     @property
     def reads_whole_prompts(self) -> bool:
-        return all(part.reads_whole_prompts for part in self.parts)
+        return all(part.reads_whole_prompts for part in self.by_part)
 
     def attend_opened(
         self, layer: int, q: torch.Tensor, bank: Bank, start: int, opened: Opened
@@ -91,14 +91,14 @@ class SplitRuntime(Runtime):
         return part.attend_prompt_local(number, q, bank.parts[at], start, stop)
 
     def end_prompt(self, length: int, step: Step | None = None) -> None:
-        for number, part in enumerate(self.parts):
+        for number, part in enumerate(self.by_part):
             with self._here(part):
                 part.end_prompt(length, None if step is None else step.parts[number])
 
     def prompt_flops(self, flops: PrefillFlops, start: int, stop: int) -> tuple[float, float]:
         # each part counts all layers, by its own roles
-        found = [part.prompt_flops(flops, start, stop) for part in self.parts]
-        shares = [part.plan.num_layers / self.plan.num_layers for part in self.parts]
+        found = [part.prompt_flops(flops, start, stop) for part in self.by_part]
+        shares = [part.plan.num_layers / self.plan.num_layers for part in self.by_part]
         linear, attention = zip(*found)
         return (
             sum(a * b for a, b in zip(linear, shares)),
@@ -117,7 +117,7 @@ class SplitRuntime(Runtime):
 
     def warm(self, steps: Iterable[Step]) -> None:
         listed = list(steps)
-        for number, part in enumerate(self.parts):
+        for number, part in enumerate(self.by_part):
             with self._here(part):
                 part.warm(step.parts[number] for step in listed)
 
@@ -130,7 +130,7 @@ class SplitRuntime(Runtime):
         return self._listed(lambda part: part.rows_read(n))
 
     def choosing_bytes(self, n: int) -> int:
-        return sum(part.choosing_bytes(n) for part in self.parts)
+        return sum(part.choosing_bytes(n) for part in self.by_part)
 
     def selections(self) -> dict[int, torch.Tensor]:
         return self._by_layer(lambda part: part.selections())
@@ -141,7 +141,7 @@ class SplitRuntime(Runtime):
     def _by_layer(
         self, found: Callable[[Runtime], dict[int, torch.Tensor]]
     ) -> dict[int, torch.Tensor]:
-        parts = zip(self.parts, self.starts)
+        parts = zip(self.by_part, self.starts)
         return {first + layer: t for part, first in parts for layer, t in found(part).items()}
 
     def chosen_rows(self, layer: int) -> torch.Tensor:
@@ -153,13 +153,13 @@ class SplitRuntime(Runtime):
         return part.drawn_rows(number)
 
     def tail_start(self, step: Step) -> torch.Tensor:
-        return self.parts[0].tail_start(step.parts[0] if step.parts else step)
+        return self.by_part[0].tail_start(step.parts[0] if step.parts else step)
 
     def choice(self) -> Any:
-        return [part.choice() for part in self.parts]
+        return [part.choice() for part in self.by_part]
 
     def load_choice(self, choice: Any) -> None:
-        for part, own in zip(self.parts, choice, strict=True):
+        for part, own in zip(self.by_part, choice, strict=True):
             part.load_choice(own)
 
     # ---------------------------------------------------------------- going back, copies
@@ -178,6 +178,6 @@ class SplitRuntime(Runtime):
         self._each(lambda part: part.truncate(length))
 
     def copy_from(self, other: Any, sequence: int = 0) -> None:
-        for part, theirs in zip(self.parts, other.parts, strict=True):
+        for part, theirs in zip(self.by_part, other.by_part, strict=True):
             with self._here(part):
                 part.copy_from(theirs, sequence)

@@ -56,7 +56,8 @@ def found_in(starts: Sequence[int], layer: int) -> tuple[int, int]:
 
 def part_plan(plan: LayerPlan, first: int, stop: int) -> LayerPlan:
     """The layer plan of the layers first .. stop-1, numbered from 0. No group may reach beyond."""
-    groups, number = [], {}
+    groups: list[Group] = []
+    number: dict[int, int] = {}
     for i, group in enumerate(plan.groups):
         if first <= group.filter_layer < stop:
             number[i] = len(groups)
