@@ -133,7 +133,11 @@ class LLM:
         kept = {name: getattr(other, name) for name in ("method", "max_context", "chunk")}
         if settings.get("forever") or other.options.forever:
             kept["max_context"] = None  # of a stream it follows from the method
-        planner = other.planner.asked(other.planner.host_tier, **{**kept, **settings})
+        for name in ("device", "devices", "split"):
+            if name in settings and settings.get(name) != getattr(other.options, name):
+                raise SettingError(f"{name}: found in sharing(), whose weights lie where they are")
+        theirs = other.planner
+        planner = theirs.asked(theirs.host_tier, theirs.cut, **{**kept, **settings})
         self = cls.__new__(cls)
         self._progress, self._download_progress = None, None
         self._begin(planner)

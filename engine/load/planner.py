@@ -59,6 +59,7 @@ class Planner:
     the model lies; None for one that comes from a stream. few_bits: bytes of its weights where they
     are held in few bits. hint: what to say of a model without filter layers of its own, or "".
     host_tier: the host memory of its sessions, whose idle bytes are free to a plan; None: its own.
+    cut: where the layers lie already, on several devices; None: where the plan puts them.
     Raises SettingError for options that do not fit together or the model.
     """
 
@@ -71,6 +72,7 @@ class Planner:
         resolved: Resolved | None = None,
         files: ModelFiles | None = None,
         host_tier: HostTier | None = None,
+        cut: Cut | None = None,
     ) -> None:
         self.name, self.config, self.options = name, options.holding(config), options
         self.folder, self.resolved, self.files = folder, resolved, files
@@ -85,7 +87,7 @@ class Planner:
         require_native(options.backend, self.device)
         self.few_bits = self.rounding.bytes(config, self.dtype, self.device, options.backend)
         self.hint = ""
-        self.cut: Cut | None = None  # where the layers lie, if on several devices
+        self.cut = cut  # where the layers lie, if on several devices
         if self.devices:
             require_parts(config)
             require_roundable(self.rounding)
@@ -104,14 +106,18 @@ class Planner:
         self._stream_what_does_not_fit(layers)
         self.config = self.config.at_context(self._plan.max_context)
 
-    def asked(self, host_tier: HostTier | None = None, **settings: Any) -> Planner:
-        """A planner of the same model with other settings, over host memory of its own or this."""
+    def asked(
+        self, host_tier: HostTier | None = None, cut: Cut | None = None, **settings: Any
+    ) -> Planner:
+        """A planner of the same model with other settings, over host memory of its own or this.
+        cut: where the layers lie already.
+        """
         own = dict(vars(self.options))
         if host_tier is not None:  # over weights that are where they are
             own["weights_offload"] = len(self.staging.layers) if self.staging else "off"
         options = Options.of({**own, **settings})
         known = self.folder, self.resolved, self.files
-        return Planner(self.name, self.config, options, *known, host_tier)
+        return Planner(self.name, self.config, options, *known, host_tier, cut)
 
     def _host_limit(self) -> int | None:
         """The most bytes of host memory that sessions may take; None: no limit."""

@@ -32,7 +32,7 @@ class SplitPlan(Plan):
         placement: Any = SplitPlacement(placements) if any_host else None
         own = dict(
             device=", ".join(part.device for part in parts),
-            items=_sums(parts),
+            items=_sums(parts, {name: note for name, _, note in whole.items}),
             largest_context=min(part.largest_context for part in parts),
             free=sum(part.free for part in parts),
             free_name=f"{human(sum(part.free for part in parts))} free on {len(parts)} devices",
@@ -128,11 +128,11 @@ class SplitPlan(Plan):
             )
 
 
-def _sums(parts: tuple[Plan, ...]) -> tuple[Item, ...]:
-    """The items of all parts by name, in the order of their first."""
+def _sums(parts: tuple[Plan, ...], notes: dict[str, str]) -> tuple[Item, ...]:
+    """The items of all parts by name, in the order of their first, with the whole model's notes."""
     found: dict[str, tuple[int, str]] = {}
     for part in parts:
         for name, size, note in part.items:
-            before, said = found.get(name, (0, note))
+            before, said = found.get(name, (0, notes.get(name, note)))
             found[name] = before + size, said
     return tuple((name, size, note) for name, (size, note) in found.items())

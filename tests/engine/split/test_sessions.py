@@ -8,9 +8,11 @@ import torch
 
 from engine import LLM, Full, OmniKV, SamplingParams
 from engine.base.errors import SettingError
+from engine.methods.mass_meter import Watch
 from engine.methods.names import NAMES
 from engine.methods.select.quest import Quest
 from engine.methods.split.allowed import RUN, why_not
+from engine.saved.cache import BlockCache
 from tests.engine.methods.method_table import ROWS
 from tests.engine.ranks.model import SETTINGS, ids_of, model_folder
 from tests.engine.split.ownership import Owned, crossings
@@ -186,6 +188,29 @@ def test_batches_and_saved_sessions_go_on(folder, tmp_path):
             assert torch.equal(again.decode(5), want)
             again.truncate(180)
             assert torch.equal(again.decode(4), session_again(source))
+
+
+def test_a_watch_and_cached_blocks_are_one_device_s(folder, tmp_path):
+    one, two = (make(folder, method=METHODS["omnikv"]) for make in (one_of, several))
+
+    def watched(llm):
+        with llm.session() as session:
+            session.watch_with(Watch(every=2))
+            session.prefill(ids_of(200))
+            found = torch.stack([session.decode(token) for token in ids_of(5, seed=3)])
+            return found, (session.watch.sampled, session.watch.mass, session.watch.lowest)
+
+    (mine, seen), (theirs, wanted) = watched(two), watched(one)
+    assert torch.equal(mine, theirs) and seen == wanted and seen[0] == 3 and 0 < seen[1] < 1
+    cache, ids = BlockCache(tmp_path), ids_of(300)
+    with one.session() as session:
+        session.prefill(ids)
+        assert cache.store(session) == 1  # a whole block of 256 tokens
+        want = session.decode(5)
+    with two.session(offload="host") as session:
+        assert cache.fill(session, ids) == 256
+        session.prefill(ids[256:])
+        assert float((session.decode(5) - want).abs().max()) < 1e-4  # other chunks
 
 
 def session_again(llm):
