@@ -104,9 +104,7 @@ def _through(
     shortens = ends and every is None  # only the newest token's output of the last layer is wanted
     positions = torch.arange(start, start + tokens.shape[1], device=device)[None]
     turns = rotary.of_layers(positions, total)
-    more = None
-    if x is None:
-        x, more = model.begun(tokens)
+    x, more = model.begun(tokens) if x is None else (x, None)
     widest = max(config.heads_of(layer)[1] for layer in config.attending_layers)
     opening = _opening(model, runtime, start, tokens.shape[1], not shortens, backend)
     newest = []

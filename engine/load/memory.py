@@ -573,18 +573,16 @@ def plan_at(
     idle_host: int = 0,
     savepoints: int = 0,
     staging: Staging | None = None,
-    shared_by: int = 1,
-    host_shared_by: int = 1,
+    shared_by: tuple[int, int] = (1, 1),
 ) -> Plan:
     """Plan a model with chunks of `chunk` tokens (None: the device's default).
 
-    max_context None: the model's own length or what fits. budget, host_budget: most bytes of device
-    and host memory. imagined, imagined_host, idle_host: as in `free_bytes`. offload: "auto" (on a
-    GPU what does not fit), "host" or "device". weights, staging: as in `memory_items`.
+    max_context None: the model's own or what fits. budget, host_budget: bytes to stay within.
+    imagined, imagined_host, idle_host: as in `free_bytes`. offload: as in Options. slots: per
+    selected token. weights, staging: as in `memory_items`. shared_by: parts on the device, in all.
     """
-    chunk = chunk or default_chunk(device.type, config)
-    found = free_bytes(device, budget, host_budget, imagined, imagined_host, idle_host)
-    found = found.divided(shared_by, host_shared_by)
+    chunk, memory = chunk or default_chunk(device.type, config), (imagined, imagined_host)
+    found = free_bytes(device, budget, host_budget, *memory, idle_host).divided(*shared_by)
     known = config, method, layers, dtype, device, chunk, backend, offload, slots
     within = found.bytes, found.host, weights, False, found.shared, savepoints, staging
     search = _Search(*known, *within)

@@ -503,16 +503,14 @@ def assemble(
     """Build a Llama from (target name, tensor) pairs in any order.
 
     Each matrix is packed as soon as it and its bias have arrived, so that only one copy of it
-    lives. A tied lm_head may come all the same, in few bits; before an embedding in few bits. form,
-    few_bits: how floats and few bits are held, as pack_linear and pack_quantised (kernels/) say.
-    head_twice: hold a tied lm_head beside the embedding, in the form that is fastest. stacked: hold
-    the experts of a layer in one tensor, from which the device chooses. keep: makes of each matrix
-    of a layer, by its target's name, what is kept of it. head_on: hold a tied lm_head in memory of
-    its own there.
+    lives. A tied lm_head may come in few bits, before an embedding in few bits. form, few_bits: how
+    floats and few bits are held, as pack_linear and pack_quantised say. head_twice: hold a tied
+    lm_head beside the embedding, in the form that is fastest. stacked: hold a layer's experts in
+    one tensor, from which the device chooses. keep: makes of each matrix of a layer, by its
+    target's name, what is kept of it. head_on: where a tied lm_head has its own memory.
     """
-    stacks = None
-    if stacked and config.experts is not None:
-        stacks = Stacks(config.experts, config.hidden_size, dtype)
+    experts = config.experts if stacked else None
+    stacks = None if experts is None else Stacks(experts, config.hidden_size, dtype)
     coming = config.parameters * dtype.itemsize
     plain: dict[str, torch.Tensor] = {}
     waiting: dict[str, dict[str, torch.Tensor | Quantised]] = {}
@@ -546,13 +544,11 @@ def assemble(
                 packed[base] = keep(base, packed[base])
     embed = packed.get("embed", plain.get("embed"))
     assert embed is not None and not isinstance(embed, Linear | Joined)
-    if head_on is not None and config.tied_embeddings and isinstance(embed, torch.Tensor):
-        plain["lm_head"] = embed.to(head_on, copy=True)
-    lm_head = packed.get("lm_head") or _head(config, embed, plain, form, head_twice)
+    lm_head = packed.get("lm_head") or _head(config, embed, plain, form, head_twice, head_on)
     layers = _layers(config, plain, packed, stacks)
-    more, altup = _per_layer(config, plain, packed), _altup(config, plain)
+    more = _per_layer(config, plain, packed), _altup(config, plain)
     own = config, dtype, torch.device(device)
-    return Llama(*own, embed, layers, plain["norm"], lm_head, more, altup)
+    return Llama(*own, embed, layers, plain["norm"], lm_head, *more)
 
 
 def _packed(
@@ -723,16 +719,19 @@ def _head(
     plain: dict[str, torch.Tensor],
     form: str,
     twice: bool,
+    where: torch.device | None,
 ) -> Held:
     """Build lm_head if it was not packed while streaming: from the tied embedding, or from a tensor
     that arrived last. `copy=False` for the latter, because a second copy of it would exceed the
-    memory plan.
+    memory plan. where: the device on which a tied one has memory of its own.
     """
     if not config.tied_embeddings:
         return pack_linear(plain["lm_head"], form=form, copy=False)
     if isinstance(embed, QuantisedLinear):
         return embed
-    return pack_linear(plain.get("lm_head", embed), form=form, copy=twice)
+    if where is not None:
+        embed = embed.to(where, copy=True)
+    return pack_linear(embed, form=form, copy=twice)
 
 
 def _mixture(

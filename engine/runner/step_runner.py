@@ -18,11 +18,10 @@ from engine.bank.base import Attends, Bank, Step
 from engine.bank.query_ring import QueryRing
 from engine.base.device import current
 from engine.forward.decode import Decoder, parts_of
-from engine.forward.graphs import GraphedStep
+from engine.forward.graphs import GraphedStep, SplitGraphedStep
 from engine.forward.layer import FusedLayer, LayerForm
 from engine.forward.prefill import Outputs, run_chunk
 from engine.forward.prompt_layer import prompt_pieces
-from engine.forward.split.graph import SplitGraphedStep
 from engine.forward.split.layers import torch_layer
 from engine.forward.split.pace import ChunkPace
 from engine.load.loaded import Loaded

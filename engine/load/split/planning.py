@@ -125,8 +125,7 @@ class SplitPlanning:
                     host_budget=self._budgets["cpu"],
                     offload=offload,
                     weights=self._weights(config, number),
-                    shared_by=self._devices.count(device),
-                    host_shared_by=len(self._devices),
+                    shared_by=(self._devices.count(device), len(self._devices)),
                     **self._settings,
                 )
             )

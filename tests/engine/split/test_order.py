@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine import LLM, Full
-from engine.forward.split import graph as graphs
+from engine.forward import graphs
 from engine.forward.split.pace import ChunkPace
 from tests.engine.ranks.model import ids_of, model_folder
 from tests.engine.split.test_sessions import METHODS, one_of, several
