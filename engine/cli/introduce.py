@@ -22,6 +22,8 @@ def introduce(planner: Planner, display: Display) -> None:
         f"{context}; needs {human(plan.total)} at the peak, "
         f"of {plan.free_name}"
     )
+    for line in plan.lines:
+        display.note(line)
     if note := start_note(planner):
         display.note(note)
     if plan.streaming:

@@ -96,6 +96,11 @@ class Plan:
         return (self,)
 
     @property
+    def lines(self) -> list[str]:
+        """A line for each device, if the model lies on several."""
+        return []
+
+    @property
     def step_weights(self) -> int:
         """Bytes of weights that a step reads: all but an embedding that has a copy for products."""
         return self.bytes_of("weights") + self.staged_bytes - self.head_copy

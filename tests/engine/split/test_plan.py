@@ -3,16 +3,18 @@ host tier per device; and one line for what cannot be.
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from engine import LLM, Full, OmniKV
 from engine.base.errors import OutOfMemoryPlan, SettingError
 from engine.chat.cli import main
+from engine.cli.introduce import introduce
 from engine.load.options import Options
 from engine.load.planner import Planner
 from engine.plan.free_memory import HEADROOM
-from tests.builders import tiny_config
+from tests.builders import POCKET, tiny_config
 from tests.engine.ranks.model import ids_of, model_folder
 from tests.engine.split.ownership import tensors_of
 from tests.engine.split.test_sessions import METHODS, several
@@ -154,6 +156,16 @@ def test_the_command_line_prints_the_placement_before_loading(capsys):
     found = json.loads(capsys.readouterr().out)["devices"]
     assert [one["device"] for one in found] == ["cpu", "cpu"] and all(one["fits"] for one in found)
     assert found[0]["layers"][1] + 1 == found[1]["layers"][0]
+
+
+def test_programs_say_what_lies_where_before_they_load():
+    said = []
+    llm = LLM(POCKET, load=False, devices=["cpu", "cpu"], max_context=1024)
+    introduce(llm.planner, SimpleNamespace(note=said.append))
+    assert llm.loaded is None and [line[:8] for line in said if "layers" in line][-2:] == [
+        "device 0",
+        "device 1",
+    ]
 
 
 @pytest.mark.parametrize(
