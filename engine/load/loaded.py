@@ -117,7 +117,7 @@ class Loaded:
             rotary=rotary,
             pieces=pieces,
             halves=StepForms(model, rotary, pieces, options.step),
-            graphs=compiled and planner.device.type == "cuda" and pinned,
+            graphs=compiled and pinned and all(one.type == "cuda" for one in planner.places),
             tokenizer=tokenizer,
             held=_held(options.weights, model),
             few_bits=planner.few_bits,

@@ -229,6 +229,11 @@ class Planner:
         return found
 
     @property
+    def places(self) -> tuple[torch.device, ...]:
+        """The device, or all of several."""
+        return self.devices or (self.device,)
+
+    @property
     def packs_head(self) -> bool:
         """Whether a tied lm_head of a model over several devices is packed, as one device would
         (`packing_head` of engine/load/memory.py), so that it gives the same bits.
