@@ -190,6 +190,18 @@ def test_batches_and_saved_sessions_go_on(folder, tmp_path):
             assert torch.equal(again.decode(4), session_again(source))
 
 
+def test_models_that_share_weights_share_the_cut(folder):
+    two = several(folder, method=METHODS["omnikv"])
+    other = LLM.sharing(two, method=Full(), bank="int8")
+    assert (
+        other.planner.cut == two.planner.cut
+        and other.model.parts[0].layers[0] is (two.model.parts[0].layers[0])
+    )
+    same(walked(other), walked(one_of(folder, method=Full(), bank="int8")))
+    with pytest.raises(SettingError, match="devices: found in sharing"):
+        LLM.sharing(two, devices=("cpu",) * 3)
+
+
 def test_a_watch_and_cached_blocks_are_one_device_s(folder, tmp_path):
     one, two = (make(folder, method=METHODS["omnikv"]) for make in (one_of, several))
 
