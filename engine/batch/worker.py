@@ -133,6 +133,11 @@ class Worker(Generic[J]):
         """Begin to serve."""
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread serves."""
+        return self._thread.is_alive()
+
     def submit(self, job: J) -> None:
         """Queue a job. Raises Busy where too many wait, and WorkerClosed."""
         with self._changed:

@@ -33,7 +33,7 @@ from engine.serve.request.tools import messages_of
 from engine.serve.request.variables import variables_of
 from engine.serve.responses import request as responses
 from engine.serve.responses.reply import ResponsesReply
-from engine.serve.service import Service, client_error
+from engine.serve.service import Service, client_error, ending
 from engine.serve.worker.evidence import Evidence, Wanted, wanted_of
 from engine.serve.worker.worker import Wrote
 
@@ -50,6 +50,8 @@ def make_app(service: Service, guard: Guard) -> Starlette:
         ("/", "GET", page),
         ("/example", "GET", routes.example),
         ("/health", "GET", routes.health),
+        ("/readyz", "GET", routes.health),
+        ("/livez", "GET", routes.alive),
         ("/metrics", "GET", routes.metrics),
         ("/v1/models", "GET", facts.models),
         ("/v1/models/{name:path}", "GET", facts.model),
@@ -116,7 +118,10 @@ class Routes:
             try:
                 self.guard.check(request, path)
                 if not self.service.ready and path not in OPEN:
-                    raise ApiError(503, "the model is being loaded", code="loading")
+                    wait = {"Retry-After": "5"}
+                    raise ApiError(503, "the model is being loaded", code="loading", headers=wait)
+                if self.service.ending and request.method == "POST":
+                    raise ending()  # unread: a long text would take the answers' time
                 response = await call(request)
             except ApiError as error:
                 response = _refused(error, path)
@@ -128,12 +133,14 @@ class Routes:
     # ---------------------------------------------------------------- facts
 
     async def health(self, request: Request) -> Response:
-        """Whether the server can answer."""
-        if self.service.ending:
-            return JSONResponse({"status": "ending"}, 503)
-        if not self.service.ready:
-            return JSONResponse({"status": "loading"}, 503)
-        return JSONResponse({"status": "ok"})
+        """Whether the server takes requests: 200, or 503 with what it does instead."""
+        state = self.service.state
+        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+
+    async def alive(self, request: Request) -> Response:
+        """Whether the process should go on: also while it loads and while it ends."""
+        state = self.service.state
+        return JSONResponse({"status": state}, 503 if state == "failed" else 200)
 
     async def example(self, request: Request) -> Response:
         """The document that comes with the model."""

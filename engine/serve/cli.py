@@ -76,17 +76,27 @@ def show_plan(args: argparse.Namespace) -> int:
 def serve(args: argparse.Namespace) -> int:
     """Run until SIGINT or SIGTERM; the exit code."""
     try:
+        import starlette  # noqa: F401
         import uvicorn  # noqa: F401  (missing, it is named before anything is loaded)
-
-        from engine.serve.app import make_app
-        from engine.serve.guards import Guard
-        from engine.serve.service import Service, Settings
     except ImportError as error:
         raise SettingError(
             f"the server needs {error.name}: pip install starlette uvicorn"
         ) from None
-    keys, links = keys_of(args), listen(args.host, args.port)
-    llm = open_model(args)
+    require_sense(args)
+    links = listen(args.host, args.port)
+    service, app = build(args)
+    return _run(args, service, app, links)
+
+
+def build(args: argparse.Namespace) -> tuple[Service, Starlette]:
+    """The service of a model that is planned and not loaded, and the application over it. Raises
+    typed errors.
+    """
+    from engine.serve.app import make_app
+    from engine.serve.guards import Guard
+    from engine.serve.service import Service, Settings
+
+    keys, llm = keys_of(args), open_model(args)
     slots_of(args, llm).require_fit()
     introduce(llm.planner, Display())
     if is_pocket(llm.folder):
@@ -104,7 +114,7 @@ def serve(args: argparse.Namespace) -> int:
     service = Service(llm, settings, cache)
     hosts = [] if keys and args.host not in LOOPBACK else [*LOOPBACK, args.host, *args.allow_host]
     guard = Guard(keys, hosts, most=max(1 << 20, 16 * min(llm.max_context, LONGEST_CONTEXT)))
-    return _run(args, service, make_app(service, guard), links)
+    return service, make_app(service, guard)
 
 
 def _context(llm: LLM) -> str:
@@ -139,6 +149,7 @@ def _run(
     def leave() -> None:  # beside the signal's handler, which may have cut into another line
         _say(f"stopping; answers under way have {args.grace:g} s to end")
         service.stop(args.grace)
+        server.leave()
 
     def end() -> None:
         if service.announce_end():

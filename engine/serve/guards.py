@@ -24,7 +24,7 @@ from engine.serve.errors import ApiError
 from engine.serve.texts import SIZE
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-OPEN = ("/", "/health")  # answer without a key, also while the model is loaded
+OPEN = ("/", "/health", "/readyz", "/livez")  # answer without a key, also while the model is loaded
 VERSIONS = ("1.0", "1.1")
 BODY_SECONDS = 60.0
 STALL_SECONDS = 10.0  # in which at least one byte of a body must come

@@ -104,6 +104,17 @@ class Service:
         if self.ready:
             self.worker.stop(grace)
 
+    @property
+    def state(self) -> str:
+        """What the server does: "loading", "ok", "ending", or "failed" where the model's thread has
+        ended by itself.
+        """
+        if self.ending:
+            return "ending"
+        if not self.ready:
+            return "loading"
+        return "ok" if self.worker.alive else "failed"
+
     def announce_end(self) -> bool:
         """Say that the server ends; return whether nobody had said so."""
         first, self.ending = not self.ending, True
@@ -307,6 +318,14 @@ def tokens_before(prompt: Prompt, text: str) -> int:
     return max(0, bisect_right(prompt.ends, found[-1].stop) - BORDER)
 
 
+def ending() -> ApiError:
+    """What a client is told that comes while the last answers are written: ask another replica, or
+    again, over another connection.
+    """
+    headers = {"Retry-After": "2", "Connection": "close"}
+    return ApiError(503, "the server is ending", code="shutting_down", headers=headers)
+
+
 def client_error(error: Exception) -> ApiError:
     """What a client is told of an error in the worker."""
     if isinstance(error, ApiError):
@@ -316,7 +335,7 @@ def client_error(error: Exception) -> ApiError:
     if isinstance(error, Busy):
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "5"})
     if isinstance(error, WorkerClosed):
-        return ApiError(503, "the server is ending", code="shutting_down")
+        return ending()
     if isinstance(error, TimedOut):
         return ApiError(503, str(error), code="timeout")
     if isinstance(error, EngineError):

@@ -35,6 +35,7 @@ FLOORS = (
     ("tools.tasks",),
     ("tools.common", "tools.__main__"),
     ("tools",),
+    ("engine.fleet",),
     ("engine.serve", "engine.chat"),
     ("engine.cli",),
     ("engine.integrations",),

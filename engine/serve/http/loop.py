@@ -15,8 +15,9 @@ TICK = 1.0  # seconds between two looks at whether to end, and of the Date heade
 
 
 class Server(uvicorn.Server):
-    """links: sockets that listen. ending: called at each signal to end; uvicorn itself waits for
-    the connections. say: writes a line.
+    """links: sockets that listen. ending: called at each signal to end; it calls `leave` when no
+    answer is under way any more. Until then the server listens, so that what comes meanwhile is
+    told where it stands; a second signal ends it at once. say: writes a line.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._links, self._ending, self._say = links, ending, say
+        self._signalled = False
 
     async def main_loop(self) -> None:
         """As uvicorn's, which looks ten times a second whether to end: once, and when told."""
@@ -41,8 +43,14 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: object) -> None:
         """At a signal. uvicorn's own raises it again at the end, which set the exit code."""
-        self.force_exit = self.should_exit
+        again, self._signalled = self._signalled, True
+        if again or not hasattr(self, "told"):
+            self.force_exit = again
+            self.leave()
+        self._ending()
+
+    def leave(self) -> None:
+        """Close the sockets and wait for the connections, as uvicorn does; from any thread."""
         self.should_exit = True
         if hasattr(self, "told"):
             self.loop.call_soon_threadsafe(self.told.set)
-        self._ending()

@@ -14,6 +14,7 @@ BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
+PIECE = 16  # tokens
 Row = tuple[str, str, str, float]  # name, kind, meaning, value
 
 
@@ -96,6 +97,11 @@ class Metrics:
             ("generation_tokens_total", "counter", "tokens sampled", self.written_tokens),
         ]
         lines = [line for row in rows for line in _lines("vllm:", f"{{{label}}}", row)]
+        # what Kubernetes' inference gateway cuts prompts into, to guess who holds them; here a
+        # beginning is found to the token
+        sizes = f'block_size="{PIECE}",num_gpu_blocks="{room // PIECE}"'
+        row = ("cache_config_info", "gauge", "tokens of a piece, and pieces that the slots hold", 1)
+        lines += _lines("vllm:", f"{{{label},{sizes}}}", row)
         name, below = "vllm:time_to_first_token_seconds", 0
         lines += [f"# HELP {name} from the queue to the first token", f"# TYPE {name} histogram"]
         for edge, count in zip((*BUCKETS, "+Inf"), list(self._first), strict=True):

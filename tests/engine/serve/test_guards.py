@@ -19,7 +19,7 @@ from engine.serve.app import make_app
 from engine.serve.cli import main
 from engine.serve.errors import ApiError
 from engine.serve.flags import keys_of, parser
-from engine.serve.guards import LOOPBACK, Guard
+from engine.serve.guards import LOOPBACK, OPEN, Guard
 from tests.engine.serve.conftest import serving
 
 CHAT = "/v1/chat/completions"
@@ -36,7 +36,7 @@ def locked(pocket):
 def test_without_a_key_only_the_page_and_health_answer(locked):
     routes = make_app(locked.service, Guard([], [], 1)).routes
     asked = [(how, route.path) for route in routes for how in route.methods]
-    guarded = [(how, path) for how, path in asked if path not in ("/", "/health")]
+    guarded = [(how, path) for how, path in asked if path not in OPEN]
     assert len(guarded) >= 12 and ("POST", CHAT) in guarded and ("HEAD", "/metrics") in guarded
     for route in guarded:
         for headers in (
@@ -59,7 +59,8 @@ def test_without_a_key_only_the_page_and_health_answer(locked):
 
 def test_a_scan_without_a_key_finds_the_page_and_health_alone(locked):
     """Other methods, other spellings, and what other servers answer to."""
-    known = {("GET", "/"), ("HEAD", "/"), ("GET", "/health"), ("HEAD", "/health")}
+    assert OPEN == ("/", "/health", "/readyz", "/livez")
+    known = {(how, path) for how in ("GET", "HEAD") for path in OPEN}
     others = """/v1 /v1/ /v1/embeddings /v1/files /props /slots /slots/0?action=save /completion
     /tokenize /apply-template /api/tags /api/pull /load /version /openapi.json /redoc /static/page
     /page.html /engine/serve/page.html /.env /.git/config /health/ /health/.. /%68ealth/x //health
