@@ -27,7 +27,7 @@ def beginnings(body: bytes) -> tuple[bytes, ...]:
         return ()
     if not isinstance(found, dict):
         return ()
-    text = json.dumps([found[name] for name in TEXTS if found.get(name) is not None])
+    text = json.dumps({name: found[name] for name in TEXTS if found.get(name) is not None})
     digest, out = hashlib.sha256(), []
     for start in range(0, len(text) - BLOCK + 1, BLOCK):
         digest.update(text[start : start + BLOCK].encode())
