@@ -20,7 +20,7 @@ from tests.builders import random_ids, tiny_llm
 from tests.tools.test_calibrate import all_queries
 from tools.common.program import POCKET
 from tools.compare.methods import entry_of, wanted
-from tools.paper import cli, suites, values
+from tools.paper import cli, programs, suites, values
 from tools.paper.lines import run as lines
 from tools.paper.meters.answers import asked, follow
 from tools.paper.meters.heavy import HeavyMeter, Summed
@@ -107,7 +107,10 @@ def test_the_list_and_bad_flags(tmp_path, capsys):
     [
         ("table1", "LongBench's files"),
         ("table9", "405 billion weights"),
-        ("table10", "needs several cards"),
+        ("table10", "not measured: needs 4 cards, found 0"),
+        ("table11", "not measured: needs 4 cards, found 0"),
+        ("table12", "LongBench's files"),
+        ("fig4-three-cards", "not measured: needs 3 cards, found 0"),
         ("table13", "not measured: no card here"),
         ("fig4", "not measured: no card here"),
     ],
@@ -118,6 +121,29 @@ def test_what_cannot_run_says_so_in_a_line(name, why, tmp_path, capsys, monkeypa
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 and why in lines[0] and lines[0].startswith(name)
     assert not (tmp_path / name).exists()
+
+
+def test_tables_of_several_cards_say_so_and_run_as_ranks_of_a_cpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert main("table10", "--out", tmp_path) == 1
+    assert "not measured: this engine has not run a split over cards" in capsys.readouterr().out
+    monkeypatch.setattr(programs, "allowed_cores", lambda: list(range(16)))
+    args = cli.arguments(["table10", "--device", "cpu", "--limit", "3"])
+    args.card = False
+    module, flags = argv_of(args, TABLES["table10"], TABLES["table10"].commands[0], tmp_path)
+    given = dict(zip(flags[::2], flags[1::2]))
+    assert module == "tools.speed.ranks" and given["--ranks"] == "4" and given["--steps"] == "3"
+    (tmp_path / "ranks.json").write_text(
+        json.dumps({"rows": [{"method": "omnikv", "context": 2048, "seconds": {"ranks": 0.004}}]})
+    )
+    for name, column, value in (
+        ("table10", "ms at 2K x 1", 4),
+        ("table11", "tokens/s at 2K x 1", 250),
+    ):
+        table = TABLES[name]
+        (found,) = values.values_of(table, table.commands[0], tmp_path)
+        assert (found.method, found.column, found.value) == ("omnikv", column, value)
 
 
 # ---------------------------------------------------------------- the page

@@ -19,11 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.base.errors import EngineError, UsageError
+from engine.ranks.place import allowed_cores
 from tools.common.program import POCKET, replace_json, say
 from tools.paper.table import Command, Table
 
 HOME = __package__.rpartition(".")[0]  # engine.tools where the engine is installed
-TIMED = "bench.json", "report.json"  # what a run of seconds leaves
+# what a run of seconds leaves
+TIMED = {"bench": "bench.json", "prefill": "report.json", "ranks": "ranks.json"}
 KEPT = "command.json"
 CHUNK = 256  # tokens of a prompt's chunk without a card
 DEPTH = 32  # layers of Llama-3-8B, whose numbers the papers give
@@ -83,7 +85,7 @@ def _bench(args: argparse.Namespace, table: Table, folder: Path) -> list[str]:
     layers = ["--filter-layers", ",".join(map(str, args.filters))] if args.filters else []
     own = ["--device", args.device, "--dtype", args.dtype, "-d", numbers, *layers]
     own += ["-t", str(args.threads)] if args.threads else []
-    return [*what, *own, "-n", str(limit_of(args, table)), "--save", str(folder / TIMED[0])]
+    return [*what, *own, "-n", str(limit_of(args, table)), "--save", str(folder / TIMED["bench"])]
 
 
 def _prefill(args: argparse.Namespace, table: Table, folder: Path) -> list[str]:
@@ -100,12 +102,23 @@ def _prefill(args: argparse.Namespace, table: Table, folder: Path) -> list[str]:
     return [*own, "--repeats", str(limit_of(args, table)), "--lengths", *map(str, lengths)]
 
 
+def _ranks(args: argparse.Namespace, table: Table, folder: Path) -> list[str]:
+    """As many ranks as the paper has cards, or as this process has cores."""
+    shape = next((name for name in SHAPES if args.model.startswith(name)), "pocket")
+    count = max(2, min(table.cards, len(allowed_cores())))
+    numbers = ",".join(str(n) for n in lengths_of(args, table))
+    own = ["--shape", shape, "--ways", "ranks", "--ranks", str(count), "--context", numbers]
+    own += [] if args.dtype == "auto" else ["--dtype", args.dtype]
+    return [*own, "--steps", str(limit_of(args, table)), "--json", str(folder / TIMED["ranks"])]
+
+
 SHAPES = ("llama-3-8b", "llama-3.2-1b", "pocket", "160m")  # whose time random weights take too
 PROGRAMS = {
     "compare": Program("compare", _asks),
     "suites": Program("suites", _suites),
     "bench": Program("bench", _bench, goes_on=False),
     "prefill": Program("studies.prefill.table", _prefill, goes_on=False),
+    "ranks": Program("speed.ranks", _ranks, goes_on=False),
 }
 
 

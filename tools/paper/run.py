@@ -20,13 +20,22 @@ from tools.paper.suites import missing
 from tools.paper.table import Command, Rows, Table
 from tools.paper.values import Value, means, values_of
 
+SPLIT = "this engine has not run a split over cards yet"
+
 
 def reason(args: argparse.Namespace, table: Table) -> str:
     """Why a table cannot be measured here, in a line; empty where it can."""
     if table.why:
         return table.why
-    if table.card and not args.card and args.device != "cpu":
-        return "not measured: no card here; --device cpu times this machine instead"
+    if table.card and args.device != "cpu":
+        here = torch.cuda.device_count() if args.card else 0
+        if here < table.cards:
+            needs = "no card here"
+            if table.cards > 1:
+                needs = f"needs {table.cards} cards, found {here} here"
+            return f"not measured: {needs}; --device cpu times this machine instead"
+        if table.cards > 1:
+            return f"not measured: {SPLIT}; --device cpu times this machine instead"
     return missing(table.suite, args.data) if table.suite else ""
 
 

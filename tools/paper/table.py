@@ -34,8 +34,8 @@ class Table:
     them. lengths: the paper's tokens; small: those that are run without a card. limit: answers,
     texts or timed steps where no --limit is given. commands: what runs, or line: the measurement
     of tools.paper.lines that does. card: without one it is not measured, unless --device cpu asks
-    for it. suite: whose local files it needs. why: why it cannot be reproduced here. differs: what
-    is not as in the paper where it runs.
+    for it. cards: how many the paper ran it on. suite: whose local files it needs. why: why it
+    cannot be reproduced here. differs: what is not as in the paper where it runs.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Table:
     commands: tuple[Command, ...] = ()
     line: str = ""
     card: bool = False
+    cards: int = 1
     suite: str = ""
     why: str = ""
     differs: str = ""

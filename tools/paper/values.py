@@ -38,10 +38,12 @@ def values_of(table: Table, command: Command, folder: Path) -> list[Value]:
     """The figures of a command's folder; none where it has not run."""
     if command.program in ("compare", "suites"):
         return _scores(table, command, folder)
-    name = TIMED[command.program == "prefill"]
+    name = TIMED[command.program]
     if not (folder / name).is_file():
         return []
     found = json.loads((folder / name).read_text(encoding="utf-8"))
+    if command.program == "ranks":
+        return _ranks(found, table.unit)
     return _prefill(found) if command.program == "prefill" else _timings(found)
 
 
@@ -94,6 +96,18 @@ def _prefill(found: Record) -> list[Value]:
         Value(r["method"], f"seconds at {short_size(r['length'])}", r["seconds"])
         for r in found["speed"]["records"]
     ]
+
+
+def _ranks(found: Record, unit: str) -> list[Value]:
+    """Milliseconds of a step, or tokens a second, of one sequence over ranks, of tools.speed.ranks;
+    both with the size of the batch in their column.
+    """
+    out = []
+    for row in found["rows"]:
+        ms = 1000 * row["seconds"]["ranks"]
+        value = ms if unit == "ms" else 1000 / ms
+        out.append(Value(row["method"], f"{unit} at {short_size(row['context'])} x 1", value))
+    return out
 
 
 def means(records: Sequence[dict[str, Any]], scored: bool = False) -> list[Value]:

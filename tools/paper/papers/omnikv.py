@@ -21,7 +21,8 @@ GROUPS = ("single-doc", "multi-doc", "summary", "few-shot", "synthetic", "code",
 INFINITE = (*TEN, "average")
 MAIN = "omnikv@6.67 omnikv_uniform@6.67 omnikv_exponential@6.67 h2o@30 infllm@30 streaming_llm@30"
 BUDGETS = (128, 256, 512, 1024, 2048, 4096, 6400)
-SEVERAL = "needs several cards: this engine runs on one (tensor, pipeline and context parallel)"
+DATA_SETS = tuple(f"longbench/{name}" for name in "2wikimqa qasper hotpotqa lcc qmsum".split())
+BATCHES = ("128K x 16", "256K x 8", "512K x 4")
 
 
 def rows(columns: Sequence[str], **methods: str) -> Rows:
@@ -135,6 +136,25 @@ PREFILL_QUALITY = rows(
         "omnikv_prefill_r4 6.67%": "29.8 22.9 24.3 65.9 42.0 49.1",
         "omnikv_prefill_r8 6.67%": "29.8 22.9 24.3 65.9 42.0 49.0",
         "omnikv_uniform 6.67%": "29.6 23.3 23.7 64.0 41.5 48.4",
+    },
+)
+FOUR_MS = rows(
+    tuple(f"ms at {batch}" for batch in BATCHES),
+    omnikv="46.2 44.9 44.9",
+    lightllm="73.5 75.4 78.1",
+    vllm="72.3 73.1 75.6",
+)
+FOUR_RATE = rows(
+    tuple(f"tokens/s at {batch}" for batch in BATCHES),
+    omnikv="345.9 177.5 89.1",
+    lightllm="217.7 106.1 51.2",
+    vllm="221.3 109.4 52.9",
+)
+EIGHT = rows(
+    DATA_SETS,
+    **{
+        "omnikv 6.67%": "21.8 28.6 27.0 51.4 24.9",
+        "omnikv_heads 6.67%": "21.7 28.0 27.3 52.3 25.9",
     },
 )
 SPEED = {
@@ -289,12 +309,42 @@ TABLES = (
         why="405 billion weights fit no card that this engine runs on (it uses one)",
     ),
     *(
-        Table(name, PAPER, place, about, "four cards, tensor parallel", source="", why=SEVERAL)
-        for name, place, about in (
-            ("table10", "Table 10", "ms a token beside LightLLM and vLLM, batches of 4 to 16"),
-            ("table11", "Table 11", "tokens a second of the same"),
-            ("table12", "Table 12", "quality under tensor parallel of 8"),
+        Table(
+            name,
+            PAPER,
+            place,
+            about,
+            f"{LLAMA} in LightLLM, tensor parallel of 4 on A100s; batches of 16 at 128K, 8 at 256K "
+            "and 4 at 512K; no CUDA graphs",
+            {LLAMA: figures},
+            f"paper, {place}",
+            unit=unit,
+            lengths=(131072, 262144, 524288),
+            small=(1024, 2048, 4096),
+            limit=12,
+            commands=(Command("ranks", ""),),
+            card=True,
+            cards=4,
+            differs="one sequence: batches are not run over ranks; random weights of the model's "
+            "shape; ranks are processes of a CPU, as many as it has cores, at most 4",
         )
+        for name, place, about, unit, figures in (
+            ("table10", "Table 10", "ms a token of batches over four cards", "ms", FOUR_MS),
+            ("table11", "Table 11", "tokens a second of the same", "tokens/s", FOUR_RATE),
+        )
+    ),
+    Table(
+        "table12",
+        PAPER,
+        "Table 12",
+        "quality where each of 8 ranks chooses by its own heads",
+        f"{LLAMA} on LongBench, tensor parallel of 8 against 1, {THIRTY}",
+        {LLAMA: EIGHT},
+        "paper, Table 12 (tensor parallel of 8: omnikv_heads; of 1: omnikv)",
+        commands=(Command("suites", "--methods omnikv@6.67 omnikv_heads@6.67"),),
+        suite="longbench",
+        differs="one card: with 8 K/V heads, eight ranks that choose by their own heads are a list "
+        "for each K/V head, which omnikv_heads makes in one process",
     ),
     Table(
         "table13",
@@ -377,6 +427,35 @@ TABLES = (
             ),
         ),
         card=True,
+    ),
+    Table(
+        "fig4-three-cards",
+        PAPER,
+        "Figure 4, section 5.2",
+        "one card with a bank in host memory beside full attention on three cards",
+        f"{LLAMA} at 450K, {FILTERS}: one A100-80G, and three for full attention's rows",
+        {
+            LLAMA: {
+                "full": {"tokens/s at 450K": 4.0},
+                "omnikv-host w1 reuse 0.7": {"tokens/s at 450K": 7.5},
+            }
+        },
+        "paper, section 5.2: 7.5 tokens/s, 1.87 times full attention on three cards, so 4.0",
+        unit="tokens a second",
+        lengths=(460800,),
+        small=(4096,),
+        limit=5,
+        commands=(
+            Command(
+                "bench",
+                "--methods full,omnikv-host --peers none --reuse 0.7 --no-append --no-gather "
+                "--no-split -p none",
+            ),
+        ),
+        card=True,
+        cards=3,
+        differs="full attention on one device: layers over three would wait for each other, and "
+        "a hidden vector crosses twice a token",
     ),
     Table(
         "fig6a",
