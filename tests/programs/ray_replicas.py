@@ -8,8 +8,9 @@ clients at once; a round has new documents. That is done under the router that g
 as a control, under one that draws a replica by lot. Counted are second questions that the replica
 answered which had read the document, and the tokens of them that were not read again (`usage`).
 Then a replica gets SIGKILL while all clients wait for an answer; OpenAI's client tries again as it
-does by itself. Exit code 0, or 1 where a second question went elsewhere under the router by
-prefixes, where the control reused as many tokens, or where a client got no answer.
+does by itself. And once more while all of them read streams: a stream that breaks off must end with
+an error, and its client asks again. Exit code 0, or 1 where a second question went elsewhere under
+the router by prefixes, where the control reused as many tokens, or where a client got no answer.
 
 Ray is no requirement of the engine: pip install '.[ray]'.
 """
@@ -71,7 +72,9 @@ class Answer:
 
 
 class Clients:
-    """Clients with a document each. refused: replies with an error, by status."""
+    """Clients with a document each. refused: replies with an error, by status. broken: streams that
+    ended with an error.
+    """
 
     def __init__(self, count: int, seed: int, words: int) -> None:
         draw = random.Random(seed)
@@ -79,6 +82,7 @@ class Clients:
             f"Book {seed}.{n}. " + " ".join(draw.choices(WORDS, k=words)) for n in range(count)
         ]
         self.refused: Counter[int] = Counter()
+        self.broken = 0
         self._lock = threading.Lock()
         self._http = httpx.Client(timeout=180, event_hooks={"response": [self._count]})
         url = f"http://127.0.0.1:{PORT}/v1"
@@ -106,6 +110,34 @@ class Clients:
         cached = found.usage.prompt_tokens_details.cached_tokens or 0
         text = found.choices[0].message.content or ""
         return Answer(raw.headers["x-replica"], found.usage.prompt_tokens, cached, text)
+
+    def read(self, number: int, question: str, tokens: int) -> Answer:
+        """The same as a stream, asked for again where it breaks off."""
+        for _ in range(8):
+            content = f"{self.documents[number]}\n\n{question}"
+            stream = self._openai.chat.completions.create(
+                model="pocket",
+                messages=[{"role": "user", "content": content}],
+                max_tokens=tokens,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
+            )
+            text, usage = "", None
+            try:
+                for chunk in stream:
+                    text += "".join(choice.delta.content or "" for choice in chunk.choices)
+                    usage = chunk.usage or usage
+            except openai.APIError:
+                with self._lock:
+                    self.broken += 1
+                time.sleep(1.0)
+                continue
+            assert usage is not None, "a stream broke off without a word"
+            who, held = stream.response.headers["x-replica"], usage.prompt_tokens_details
+            return Answer(who, usage.prompt_tokens, (held and held.cached_tokens) or 0, text)
+        raise AssertionError("eight streams broke off")
 
     def all(self, work: Callable[[int], Any]) -> list[Any]:
         """What `work` returns for every client, all at once."""
@@ -169,19 +201,20 @@ def routed(args: argparse.Namespace, label: str) -> tuple[int, int, list[str]]:
     return same, cached, texts
 
 
-def killed(args: argparse.Namespace, app: str) -> list[str]:
-    """Kill a replica while all clients wait; what was wrong."""
-    clients, faults = Clients(args.clients, args.seed + 1000, args.words), []
+def killed(args: argparse.Namespace, app: str, stream: bool) -> list[str]:
+    """Kill a replica while all clients wait, or read streams; what was wrong."""
+    clients, faults = Clients(args.clients, args.seed + 1000 + stream, args.words), []
     first = clients.all(lambda client: clients.ask(client, "Which word is the first?", 8))
     victim = random.Random(args.seed).choice(replicas_of(app))
     timer = threading.Timer(args.moment, os.kill, (victim, signal.SIGKILL))
     timer.start()
     began = time.monotonic()
+    ask = clients.read if stream else clients.ask
 
     def again(client: int) -> Answer | Exception:
         try:
-            return clients.ask(client, "And which word comes after the third?", args.tokens)
-        except openai.OpenAIError as error:
+            return ask(client, "And which word comes after the third?", args.tokens)
+        except (openai.OpenAIError, AssertionError) as error:
             return error
 
     second = clients.all(again)
@@ -191,16 +224,18 @@ def killed(args: argparse.Namespace, app: str) -> list[str]:
     moved = sum(
         isinstance(new, Answer) and new.replica != old.replica for old, new in zip(first, second)
     )
-    tried = ", ".join(f"{n} replies of {status}" for status, n in clients.refused.items())
+    tried = [f"{count} replies of {status}" for status, count in clients.refused.items()]
+    tried += [f"{clients.broken} streams that ended with an error"] if clients.broken else []
     print(
-        f"a replica killed {args.moment:g} s into {args.clients} answers of {args.tokens} tokens: "
+        f"a replica killed {args.moment:g} s into {args.clients} "
+        f"{'streams' if stream else 'answers'} of {args.tokens} tokens: "
         f"{args.clients - len(lost)} of {args.clients} answered, {moved} by another replica, "
-        f"after {tried or 'no refusals'}, in {seconds:.1f} s",
+        f"after {' and '.join(tried) or 'no refusals'}, in {seconds:.1f} s",
         flush=True,
     )
     if lost:
         faults.append(f"no answer: {lost[0]}")
-    if not clients.refused:
+    if not tried:
         faults.append("the kill came too late: nobody noticed")
     until = time.monotonic() + 120
     while len(replicas_of(app)) < args.replicas and time.monotonic() < until:
@@ -234,7 +269,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         app = started(args, "prefix")
         same, cached, texts = routed(args, "by prefixes")
-        faults += killed(args, app)
+        for stream in (False, True):
+            faults += killed(args, app, stream)
         serve.delete(app)
         app = started(args, Drawn)
         _, drawn, others = routed(args, "by lot")

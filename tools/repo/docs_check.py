@@ -81,6 +81,11 @@ RULES = (
     Rule(r"python -m tools\.real_model$", "real"),
     Rule(r"python -m tests\.programs\.launches\b", "run"),
     Rule(r"python -m tools\.compile_kernels\.predict$", "run"),
+    Rule(
+        r"python -m (engine\.fleet|tests\.programs\.ray_replicas)\b",
+        "skip",
+        "needs Ray or Dynamo, which are no requirements",
+    ),
     Rule(r"python -m (tools|tests)\.", "help"),
 )
 
