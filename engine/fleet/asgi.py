@@ -5,7 +5,7 @@ request that another process took.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ class Begun:
     headers: Headers
 
 
-async def answered(app: Any, asked: Asked) -> AsyncIterator[Begun | bytes]:
+async def answered(app: Any, asked: Asked) -> AsyncGenerator[Begun | bytes, None]:
     """The reply of an application: Begun, then parts of its body. Closing the iterator tells the
     application that the client has left. Raises what the application raises before it has begun.
     """

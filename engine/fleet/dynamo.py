@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
 from typing import Any
 
 from dynamo._core import Context
@@ -83,7 +84,7 @@ class DynamoEngine(LLMEngine):
     @property
     def name(self) -> str:
         """What clients call the model."""
-        return str(self.args.alias or self.llm.folder.name)
+        return str(self.args.alias or Path(self.llm.name).name)
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Load the model and begin to serve."""

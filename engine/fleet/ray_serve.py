@@ -38,6 +38,7 @@ from engine.terminal.documents import LONGEST_CONTEXT
 MOST = max(1 << 20, 16 * LONGEST_CONTEXT)  # bytes of a body; a replica allows what its context can
 WHO = b"x-replica"  # header of a reply: the name of the replica that wrote it
 LOST = RayError, RayServeException
+ROUTERS = ("prefix", "load")
 KNOWN = ("flags", "replicas", "cpus", "gpus", "ongoing", "router")
 
 
@@ -241,6 +242,10 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
     require_sense(args)
     replicas = arguments.get("replicas", 1)
     router = arguments.get("router", "prefix")
+    if isinstance(router, str) and router not in ROUTERS and "." not in router:
+        raise UsageError(
+            f"router: found {router!r}, expected prefix, load or an import path (module.Class)"
+        )
     more: dict[str, Any] = {}
     if router != "load":
         chosen = PrefixRouter if router == "prefix" else router
@@ -252,7 +257,7 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
         max_ongoing_requests=int(_number("ongoing", arguments.get("ongoing", 2 * args.slots))),
         graceful_shutdown_timeout_s=args.grace,
         ray_actor_options={
-            "num_cpus": _number("cpus", arguments.get("cpus", 1)),
+            "num_cpus": _number("cpus", arguments.get("cpus", 1), 0),
             "num_gpus": _number("gpus", arguments.get("gpus", 0), 0),
         },
         **more,
@@ -263,7 +268,7 @@ def application(arguments: Mapping[str, Any]) -> serve.Application:
     return front.bind(model.bind(flags))
 
 
-def _number(name: str, given: Any, least: int = 1) -> float | int:
+def _number(name: str, given: Any, least: float = 1) -> float | int:
     try:
         found = float(given)
     except (TypeError, ValueError):

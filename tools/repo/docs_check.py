@@ -82,11 +82,11 @@ RULES = (
     Rule(r"python -m tests\.programs\.launches\b", "run"),
     Rule(r"python -m tools\.compile_kernels\.predict$", "run"),
     Rule(
-        r"python -m (engine\.fleet|tests\.programs\.ray_replicas)\b",
+        r"python -m (engine\.fleet\.dynamo|tests\.programs\.ray_replicas)\b",
         "skip",
         "needs Ray or Dynamo, which are no requirements",
     ),
-    Rule(r"python -m (tools|tests)\.", "help"),
+    Rule(r"python -m (engine\.fleet\b|(tools|tests)\.)", "help"),
 )
 
 
