@@ -37,7 +37,7 @@ from engine.terminal.documents import LONGEST_CONTEXT
 
 MOST = max(1 << 20, 16 * LONGEST_CONTEXT)  # bytes of a body; a replica allows what its context can
 WHO = b"x-replica"  # header of a reply: the name of the replica that wrote it
-LOST = RayError, RayServeException
+LOST = RayError, RayServeException, TimeoutError
 ROUTERS = ("prefix", "load")
 KNOWN = ("flags", "replicas", "cpus", "gpus", "ongoing", "router")
 
