@@ -31,6 +31,7 @@ from engine.model.rope import Rotary
 from engine.plan.split.cut import Cut
 from engine.text.tokenizer import Tokenizer
 from kernels.launch.dispatch import ON_CPU, choose_for
+from kernels.native.amx import in_use
 
 SAMPLES = 4096  # elements of a weight that are hashed, evenly spread
 
@@ -283,8 +284,9 @@ def _bytes(weight: Any) -> int:
 
 
 def _held(word: str, model: Llama) -> str:
-    """`word` with the forms of products that multiply weights of few bits here: they round
-    differently, so rows of one mean nothing to another.
+    """`word` with the forms of products that multiply weights of few bits here, and what runs in
+    tiles of AMX: they round differently, so rows of one mean nothing to another.
     """
     forms = sorted({matrix.form for matrix in matrices(model)})
-    return f"{word}, {' and '.join(forms)}" if forms else word
+    word = f"{word}, {' and '.join(forms)}" if forms else word
+    return ", ".join((word, *in_use()))

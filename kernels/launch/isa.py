@@ -123,6 +123,13 @@ def _hardware() -> str:
     return "avx2" if torch.cpu._is_avx2_supported() else "default"
 
 
+def wants_tiles() -> bool:
+    """Tell whether this CPU has AMX and OMNIKV_AMX=1 lets the C++ kernels multiply in its tiles
+    (docs/MACHINES.md).
+    """
+    return isa() == "amx" and os.environ.get("OMNIKV_AMX", "") == "1"
+
+
 def has_vnni() -> bool:
     """Tell whether the C++ kernels may use AVX512-VNNI, which some CPUs have without bfloat16's
     products: what ONEDNN_MAX_CPU_ISA leaves of what the processor has.

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from kernels.launch.isa import isa, multiplies, vectorises
 from kernels.layer.native_product import Product, reads
+from kernels.layer.tiled_product import TiledProduct, tiles_multiply
 
 # bfloat16 with AMX: weight-left products win up to here; from 64 rows on all forms are equal
 FEW_ROWS = 32
@@ -119,6 +120,8 @@ class Linear:
         self.weight = weight
         stored = own and form in ("plain", "left", "widened") and reads(weight)
         self.product = Product(weight, bias) if stored else None
+        in_tiles = stored and tiles_multiply(weight)
+        self.tiled = TiledProduct(weight, bias) if in_tiles else None
         elements = self.shape[0] * self.shape[1] + (0 if bias is None else bias.numel())
         self.nbytes = elements * self.dtype.itemsize
 
@@ -127,6 +130,8 @@ class Linear:
         product = self.own(x)
         if product is not None:
             return product(x)
+        if self.tiled is not None and self.tiled.takes(x):
+            return self.tiled(x)
         if self.form == "plain":
             return F.linear(x, self.weight, self.bias)
         if self.form == "packed":
@@ -146,7 +151,7 @@ class Linear:
     def on_torch(self) -> Linear:
         """Return the same weight, of the same memory, multiplied by torch's operators alone."""
         twin = shallow(self)
-        twin.product = None
+        twin.product = twin.tiled = None
         return twin
 
     def own(self, x: torch.Tensor) -> Product | None:

@@ -129,8 +129,9 @@ __attribute__((noinline)) static void multiply_tile(const int32_t *x, const Dept
             UNROLL for (int v = 0; v < NV; v++) {
                 float *at = found + r * NR + v * W;
                 Floats y = f ? load(at) : Floats{};
-                y += __builtin_convertvector((Ints)sums[r][v], Floats) * load(scales + f * NR + v * W);
-                if (SHIFTED) y += load(offsets + f * NR + v * W) * of_row[r * d.record + f + 1];
+                // GCC 12 would round some products together with a sum, and some not
+                y += apart(__builtin_convertvector((Ints)sums[r][v], Floats) * load(scales + f * NR + v * W));
+                if (SHIFTED) y += apart(load(offsets + f * NR + v * W) * of_row[r * d.record + f + 1]);
                 store(at, y);
             }
         asm volatile("" : : : "memory");  // else these sums would take the registers of the others
@@ -138,7 +139,7 @@ __attribute__((noinline)) static void multiply_tile(const int32_t *x, const Dept
     for (int r = 0; r < MR; r++)
         for (int v = 0; v < NV; v++) {
             float *at = to + r * NR + v * W;
-            const Floats y = load(found + r * NR + v * W) * of_row[r * d.record];
+            const Floats y = apart(load(found + r * NR + v * W) * of_row[r * d.record]);
             store(at, fresh ? y : load(at) + y);
         }
 }

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import hashlib
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -24,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.launch.isa import has_vnni, isa
+from kernels.launch.isa import has_vnni, isa, wants_tiles
 from kernels.launch.tolerance import differs
 from kernels.native import cache, compilers
 
@@ -32,6 +34,7 @@ FOLDER = Path(__file__).parent
 PREBUILT = FOLDER / "prebuilt"  # ISA.so: of a wheel; a clone has none
 SOURCES = (
     "agree.cpp",
+    "amx.cpp",
     "attention.cpp",
     "bounds.cpp",
     "choose.cpp",
@@ -59,6 +62,9 @@ SOURCES = (
     "ssd.cpp",
     "step.cpp",
     "team.cpp",
+    "tiled_integers.cpp",
+    "tiled_product.cpp",
+    "tiled_prompt.cpp",
     "topk.cpp",
     "turns.cpp",
 )
@@ -80,12 +86,13 @@ _AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl")))
 _WIDE = (*_AVX512, "-mprefer-vector-width=512")
 _VNNI = (*_WIDE, "-mavx512vnni")
 _PAIRS = (*_VNNI, "-mavx512bf16")
+_TILES = (*_PAIRS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 SETS = {
     "avx2": _AVX2,
     "avx512": _WIDE,
     "avx512_vnni": _VNNI,  # "avx512" to all but these kernels
     "avx512_bf16": _PAIRS,
-    "amx": _PAIRS,
+    "amx": _TILES,  # where OMNIKV_AMX asks for them; else what avx512_bf16 has
 }
 _DOT = "-march=armv8.2-a+fp16+dotprod"
 ARM_SETS = {"neon": (), "neon_dot": (_DOT,), "neon_bf16": (f"{_DOT}+i8mm+bf16",)}
@@ -219,15 +226,16 @@ def to_compile() -> bool:
 
 def prebuild(folder: Path, *sets: str, compiler: str | None = None) -> list[Path]:
     """Put a library for each of these instruction sets, without any all of this machine's kind,
-    into `folder`, which a wheel has as PREBUILT; sets of the same flags share one. What is in the
-    cache is copied, all else compiled. compiler: one whose programs run on machines of another
+    into `folder`, which a wheel has as PREBUILT; sets of the same flags share one, and an older
+    compiler leaves AMX out. What is in the cache is copied, all else compiled. compiler: one whose programs run on machines of another
     kind; None for this machine's, whose own CPU does not matter. Returns the files. Raises
     RuntimeError where it fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    made = {_file(name): (*FLAGS, *_FLAGS_OF[name]) for name in sets or own_sets()}
     try:
         compiler = compiler or _found_compiler()
+        known = [name for name in sets or own_sets() if _knows(compiler, name)]
+        made = {_file(name): (*FLAGS, *_FLAGS_OF[name]) for name in known}
         for file, flags in made.items():
             places = (kept / _name(compiler, flags) for kept in cache.kept())
             if ready := next((path for path in places if cache.whole(path, _stamp(flags))), None):
@@ -253,9 +261,12 @@ def _prebuilt() -> Path | None:
     """The library of a wheel for this machine, of these very sources. Raises _Missing where there
     can be none.
     """
-    flags = _flags()
-    path = PREBUILT / _file(_set())
-    return path if cache.whole(path, _stamp(flags)) else None
+    _flags()
+    for name in _able():
+        path = PREBUILT / _file(name)
+        if cache.whole(path, _stamp((*FLAGS, *_FLAGS_OF[name]))):
+            return path
+    return None
 
 
 def _flags() -> tuple[str, ...]:
@@ -272,13 +283,31 @@ def _flags() -> tuple[str, ...]:
 def _set() -> str:
     """The instruction set of this machine's library: one of _FLAGS_OF, or one that has none."""
     found = isa()
+    if found == "amx" and not wants_tiles():
+        return "avx512_bf16"
     return "avx512_vnni" if found == "avx512" and has_vnni() else found
+
+
+def _able() -> tuple[str, ...]:
+    """That set, and the one that does where nothing was compiled for it or can be."""
+    return (_set(), "avx512_bf16") if _set() == "amx" else (_set(),)
 
 
 def _compiler() -> tuple[str, tuple[str, ...]]:
     """The compiler and its flags. Raises _Missing."""
-    flags = _flags()
-    return _found_compiler(), flags
+    _flags()
+    compiler = _found_compiler()
+    name = next(name for name in _able() if _knows(compiler, name))
+    return compiler, (*FLAGS, *_FLAGS_OF[name])
+
+
+@functools.cache
+def _knows(compiler: str, name: str) -> bool:
+    """Whether a compiler knows a set's instructions: of AMX not every one does."""
+    if name != "amx":
+        return True
+    command = [compiler, *_FLAGS_OF[name], "-E", "-x", "c++", os.devnull, "-o", os.devnull]
+    return not subprocess.run(command, capture_output=True).returncode
 
 
 def _found_compiler() -> str:

@@ -7,29 +7,26 @@
 // many keys; the weights of six queries then stay in the first cache until they meet the values.
 #include <stdlib.h>
 
-#include <type_traits>
-
+#include "prompt.h"
 #include "team.h"
-#include "whole.h"
 
 namespace {
 
-constexpr int NEAR = 256;         // rows of a block of keys
-constexpr int UNIT = 480;         // queries x group of one unit of work: they share a block's packing
 constexpr int R = 6;              // rows of a product's tile
 constexpr int N = W == 8 ? 2 : 4;  // and its vectors: 24 (12) sums stay in registers
 constexpr int PANEL = N * W;
-constexpr int WIDEST = 256;  // the widest head whose sums of whole numbers stay below 2^31
 
-// What products multiply. `step`: inner dimensions of one element of a row.
+// What products multiply. `step`: inner dimensions of one element of a row; keep: W weights from key i on.
 struct Single {
     typedef float Element;
     static constexpr int step = 1;
+    static constexpr bool whole = false;
     typedef Floats Lanes, Sums;
     INLINE Lanes lanes(const Element *from) { return load(from); }
     INLINE Lanes same(Element a) { return all(a); }
     INLINE void add(Sums &sum, Lanes a, Lanes b) { sum += a * b; }
     INLINE Floats floats(Sums sum) { return sum; }
+    INLINE void keep(Floats y, Element *to, int i) { store(to + i, y); }
 };
 
 #if defined(__AVX2__)
@@ -37,11 +34,21 @@ struct Single {
 struct Whole {
     typedef int32_t Element;
     static constexpr int step = 2;
+    static constexpr bool whole = true;
     typedef Shorts Lanes, Sums;
     INLINE Lanes lanes(const Element *from) { return (Lanes)*(const Ints *)from; }
     INLINE Lanes same(Element a) { return everywhere(a); }
     INLINE void add(Sums &sum, Lanes a, Lanes b) { add_pairs(sum, a, b); }
     INLINE Floats floats(Sums sum) { return __builtin_convertvector((Ints)sum, Floats); }
+    INLINE void keep(Floats y, Element *to, int i) {
+#if defined(__AVX512F__)
+        _mm256_storeu_si256((__m256i *)((int16_t *)to + i), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32((__m512)y)));
+#else
+        const __m256i found = _mm256_cvtps_epi32((__m256)y);
+        const __m128i low = _mm256_castsi256_si128(found), high = _mm256_extracti128_si256(found, 1);
+        _mm_storeu_si128((__m128i *)((int16_t *)to + i), _mm_packs_epi32(low, high));
+#endif
+    }
 };
 #endif
 
@@ -56,12 +63,14 @@ INLINE uint16_t rounded(float x) {  // to bfloat16, ties to even
 struct Pairs {
     typedef uint32_t Element;
     static constexpr int step = 2;
+    static constexpr bool whole = false;
     typedef Floats Lanes;
     typedef Floats Sums;
     INLINE Lanes lanes(const Element *from) { return load((const float *)from); }
     INLINE Lanes same(Element a) { return (Floats)(Ints{} + (int32_t)a); }
     INLINE void add(Sums &sum, Lanes a, Lanes b) { sum = add_pairs(sum, a, b); }
     INLINE Floats floats(Sums sum) { return sum; }
+    INLINE void keep(Floats y, Element *to, int i) { *(Halves *)((uint16_t *)to + i) = narrow_halves(y); }
 };
 #endif
 
@@ -81,27 +90,12 @@ INLINE void multiply(const typename M::Element *a, long ahead, const typename M:
     }
 }
 
-struct Call {
-    const char *q, *k, *v;
-    long query, query_head;  // strides of q in elements: from a query to the next, from head to head
-    long key_head, key_row, value_head, value_row;  // strides in bytes
-    const int32_t *index;                           // or NULL; strides in elements
-    long index_head;
-    float *out, *lse;  // [queries][heads][dim], [queries][heads]
-    int kv_heads, group, dim, queries, kept, start, visited;
-    // query c sees visited rows from low + c (none of the chosen ones is ever below) to high + c
-    int causal, high, window;
-    int threads, exact;  // exact: rows of 8 bits meet queries and weights of float32
-    float scale, cap;
-};
-
 template <class M>
-struct Work {  // of one thread
+struct Work : Rows {  // of one thread
     typename M::Element *q, *keys, *values, *weights;
-    float *logits, *out, *best, *sum, *query_scale, *key_scale, *value_scale;
+    float *logits;
     char *block;
-    float value_step;  // of weights that are whole numbers, where a row's largest is 1
-    long row, wide;  // elements of a row of q; floats of a row of out
+    long row;  // elements of a row of q
 
     explicit Work(const Call &c) {
         row = c.dim / M::step, wide = (c.dim + PANEL - 1) / PANEL * PANEL;
@@ -223,127 +217,22 @@ INLINE void put_values(const char *const *rows, int dim, long wide, int32_t *to)
 template <class M, class X>
 static void pack(const Call &c, int head, int t, int count, Work<M> &w) {
     const char *rows[NEAR] = {};
-    const int32_t *index = c.index ? c.index + head * c.index_head : nullptr;
-    const auto row = [&](int i) { return t + i < c.kept ? (long)index[t + i] : (long)c.start + t + i - c.kept; };
     const long panel = w.row * PANEL;
     if (X::scaled)
         for (int i = count; i < NEAR; i++) w.value_scale[i] = 0;
     if (count < NEAR) memset(w.keys, 0, sizeof(*w.keys) * NEAR * w.row);
     for (int i = 0; i < count; i++) {
-        const char *from = c.k + head * c.key_head + row(i) * c.key_row;
+        const long row = row_of(c, head, t + i);
+        const char *from = c.k + head * c.key_head + row * c.key_row;
         put<X>(from, c.dim, w.keys + i / PANEL * panel + i % PANEL, PANEL);
         if (X::scaled) w.key_scale[i] = X::scale(from, c.dim);
-        rows[i] = c.v + head * c.value_head + row(i) * c.value_row;
+        rows[i] = c.v + head * c.value_head + row * c.value_row;
         if (X::scaled) w.value_scale[i] = X::scale(rows[i], c.dim);
     }
     put_values<X>(rows, c.dim, w.wide, w.values);
 #if defined(__AVX2__)
-    if (!std::is_same<M, Whole>::value) return;
-    const float top = reach_of(w.value_scale, NEAR);
-    w.value_step = top > 0 ? top / LARGEST : top;
-    for (int i = 0; i < NEAR; i++) w.value_scale[i] *= top > 0 ? LARGEST / top : 0;
+    if (M::whole) in_steps(w);
 #endif
-}
-
-// The largest and the sum of a vector, by halves: in turn each lane would wait for the one before.
-INLINE float highest(Floats x) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_ps((__m512)x);
-#else
-    return largest(x);
-#endif
-}
-
-INLINE float added_up(Floats x) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_add_ps((__m512)x);
-#else
-    return total(x);
-#endif
-}
-
-// exp(x * unit - from), by powers of two where a machine has the two operations that they take: 2^r on
-// |r| <= 1/2 by a polynomial of degree 6 (Cephes, exp2f.c), to 2 units in the last place; 0 at -inf.
-struct Exponential {
-#if defined(__AVX512F__)
-    float unit, from;
-    Exponential(float unit, float from) : unit(unit * 1.44269504f), from(from * 1.44269504f) {}
-    Floats operator()(Floats x) const {
-        const __m512 power = (__m512)(x * unit - from);
-        const Floats r = (Floats)_mm512_reduce_ps(power, 0), whole = (Floats)power - r;
-        Floats p = all(1.535336188e-4f);
-        p = p * r + 1.339887440e-3f;
-        p = p * r + 9.618437358e-3f;
-        p = p * r + 5.550332471e-2f;
-        p = p * r + 2.402264791e-1f;
-        p = p * r + 6.931472029e-1f;
-        return (Floats)_mm512_scalef_ps((__m512)(p * r + 1), (__m512)whole);
-    }
-#else
-    float unit, from;
-    Exponential(float unit, float from) : unit(unit), from(from) {}
-    Floats operator()(Floats x) const { return exponential(x * unit - from); }
-#endif
-};
-
-// Weights y of 16 or more keys from i on, as a product takes them.
-INLINE void keep_weights(Floats y, float *to, int i) { store(to + i, y); }
-
-#if defined(HAS_PAIRS)
-INLINE void keep_weights(Floats y, uint32_t *to, int i) {
-    *(Halves *)((uint16_t *)to + i) = narrow_halves(y);
-}
-#endif
-
-#if defined(__AVX2__)
-INLINE void keep_weights(Floats y, int32_t *to, int i) {
-#if defined(__AVX512F__)
-    _mm256_storeu_si256((__m256i *)((int16_t *)to + i), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32((__m512)y)));
-#else
-    const __m256i found = _mm256_cvtps_epi32((__m256)y);
-    const __m128i low = _mm256_castsi256_si128(found), high = _mm256_extracti128_si256(found, 1);
-    _mm_storeu_si128((__m128i *)((int16_t *)to + i), _mm_packs_epi32(low, high));
-#endif
-}
-#endif
-
-// Weights of a row's logits x, with the row's new largest and sum. Returns their scale.
-template <class M, class X>
-INLINE float soften(const Call &c, Work<M> &w, float *x, int low, int high, int at, typename M::Element *to) {
-    constexpr bool whole = std::is_same<typename M::Element, int32_t>::value;
-    // products are multiplied by the scale as they become weights, unless a cap comes between
-    const float scale = c.scale * w.query_scale[at], unit = scale > 0 && !c.cap ? scale : 1;
-    Floats top = all(-INFINITY);
-    for (int i = 0; i < NEAR; i += W) {
-        Floats y = load(x + i);
-        if (X::scaled) y *= load(w.key_scale + i);
-        if (!(scale > 0) || c.cap) y *= scale;
-        if (c.cap) y = capped(y, c.cap);
-        store(x + i, y);
-        top = most(top, y);
-    }
-    if (low > 0 || high < NEAR) {
-        top = all(-INFINITY);
-        for (int i = 0; i < low; i++) x[i] = -INFINITY;
-        for (int i = high; i < NEAR; i++) x[i] = -INFINITY;
-        for (int i = 0; i < NEAR; i += W) top = most(top, load(x + i));
-    }
-    const float here = highest(top) * unit, now = here > w.best[at] ? here : w.best[at], base = now == -INFINITY ? 0 : now;
-    const float less = w.best[at] == now ? 1 : expf(w.best[at] - base);
-    // whole numbers reach as far as they can in every block
-    const float from = whole && here > -INFINITY ? here : base, share = from == base ? 1 : expf(from - base);
-    const Exponential weight(unit, from);
-    Floats added = {};
-    for (int i = 0; i < NEAR; i += W) {
-        Floats y = weight(load(x + i));
-        added += y;
-        if (X::scaled) y *= load(w.value_scale + i);
-        keep_weights(y, to, i);
-    }
-    w.best[at] = now, w.sum[at] = w.sum[at] * less + added_up(added) * share;
-    if (less != 1)
-        for (long d = 0; d < w.wide; d += W) store(w.out + at * w.wide + d, load(w.out + at * w.wide + d) * less);
-    return whole ? share * w.value_step : 1;
 }
 
 // T rows of a unit, from row `at`, meet the block of keys that is packed: visited rows from t on.
@@ -357,13 +246,8 @@ static void meet(const Call &c, Work<M> &w, int first, int at, int t, int count)
             for (int j = 0; j < N; j++) store(w.logits + r * NEAR + panel + j * W, M::floats(sums[r][j]));
     }
     for (int r = 0; r < T; r++) {
-        const int query = first + (at + r) / c.group;
-        int high = c.causal ? c.high + query + 1 - t : count, low = 0;
-        high = high < count ? high : count, high = high > 0 ? high : 0;
-        if (c.window) low = c.high + query + 1 - c.window - t;
-        low = low > 0 ? low : 0, low = low < NEAR ? low : NEAR;
-        if (low < c.kept - t) low = 0;  // chosen rows are seen by all
-        steps[r] = soften<M, X>(c, w, w.logits + r * NEAR, low, high, at + r, w.weights + r * (NEAR / M::step));
+        const Span seen = seen_of(c, first + (at + r) / c.group, t, count);
+        steps[r] = soften<M, X>(c, w, w.logits + r * NEAR, seen, at + r, w.weights + r * (NEAR / M::step));
     }
     for (long d = 0; d < w.wide; d += PANEL) {
         multiply<M, T>(w.weights, NEAR / M::step, w.values + d * (NEAR / M::step), NEAR / M::step, sums);
@@ -392,11 +276,9 @@ template <class M, class Q, class X>
 static void run_unit(const Call &c, int head, int first, int last, Work<M> &w) {
     const int rows = (last - first) * c.group;
     take_queries<M, Q>(c, head, first, rows, w);
-    const int stop = c.causal && c.high + last < c.visited ? c.high + last : c.visited;
-    int t = 0;
-    if (c.window && !c.kept && c.high + first + 1 > c.window) t = (c.high + first + 1 - c.window) / NEAR * NEAR;
-    for (; t < stop; t += NEAR) {
-        const int count = stop - t < NEAR ? stop - t : NEAR;
+    const Span all = visited_of(c, first, last);
+    for (int t = all.low; t < all.high; t += NEAR) {
+        const int count = all.high - t < NEAR ? all.high - t : NEAR;
         pack<M, X>(c, head, t, count, w);
         for (int at = 0; at < rows; at += R) {
             const int tile = rows - at < R ? rows - at : R;
@@ -412,13 +294,7 @@ static void run_unit(const Call &c, int head, int first, int last, Work<M> &w) {
             }
         }
     }
-    for (int r = 0; r < rows; r++) {
-        const long place = (long)(first + r / c.group) * c.kv_heads * c.group + head * c.group + r % c.group;
-        const float sum = w.sum[r];
-        for (int d = 0; d < c.dim; d++)
-            c.out[place * c.dim + d] = sum > 0 || sum != sum ? w.out[r * w.wide + d] / sum : 0;
-        c.lse[place] = w.best[r] + logf(sum);
-    }
+    give(c, w, head, first, rows);
 }
 
 // Returns 0, or 2 where there is no memory for a thread's work.

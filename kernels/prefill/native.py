@@ -11,14 +11,17 @@ from kernels.attention.native import LANES
 from kernels.attention.reference import attend_alone
 from kernels.launch.isa import isa
 from kernels.launch.softmax import PLAIN, Softmax
+from kernels.native.amx import TileBinding
 from kernels.native.kinds import FLOATS, PACKED, ROWS
 from kernels.native.library import Binding, Case, check, loaded
 from kernels.rows.forms import FORMS
 from kernels.rows.native import stored_queries
 
+WIDEST = 256  # head whose whole numbers' sums stay below 2^31
+
 
 class _Call(ctypes.Structure):
-    """`Call` of prefill.cpp."""
+    """`Call` of prompt.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
@@ -58,12 +61,13 @@ class _Call(ctypes.Structure):
 
 
 _BINDING = Binding("a prompt's attention", omnikv_sizeof_prefill_call=_Call)
+_TILED = TileBinding("a prompt's attention in tiles", omnikv_sizeof_prefill_call=_Call)
 
 
 def attends_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the C++ kernel runs here for q [.., D] and rows k, v of q's dtype or int8, all on a
-    CPU, D a multiple of LANES, and is the fastest: torch's is on a CPU with AMX. The first call
-    compiles it and runs its self-test.
+    CPU, D a multiple of LANES, and is the fastest: torch's is on a CPU with AMX, unless tiles are
+    wanted there. The first call compiles it and runs its self-test.
     """
     rows = k.dtype in (q.dtype, torch.int8)
     return (
@@ -72,9 +76,20 @@ def attends_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         and k.dtype == v.dtype
         and q.dtype in FLOATS
         and not q.shape[-1] % LANES
-        and isa() != "amx"
+        and (isa() != "amx" or tiles_take(q, k))
         and _BINDING.usable()
     )
+
+
+def tiles_take(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether tiles of AMX run here (kernels/native/amx.py) and multiply q and rows k: bfloat16 by
+    bfloat16, or 16 bits by int8.
+    """
+    if k.dtype == torch.int8:
+        known = q.dtype != torch.float32 and q.shape[-1] <= WIDEST
+    else:
+        known = q.dtype == k.dtype == torch.bfloat16
+    return known and _TILED.usable()
 
 
 def attend_prompt(
@@ -88,6 +103,7 @@ def attend_prompt(
     kept: int = 0,
     start: int = 0,
     softmax: Softmax = PLAIN,
+    tiled: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with queries [C, H, D], float32, bfloat16 or float16, to `kept` rows of an index and
     to the rows from `start`.
@@ -96,10 +112,11 @@ def attend_prompt(
     int8 rows; index int32 [1 or Hkv, >= kept] or None with kept = 0. first: position of query 0, so
     that query c sees rows up to first + c; None: every query sees all n rows. window: rows that a
     query sees at most, its own among them (0: all), with kept = 0. softmax: its cap; sinks are left
-    to whoever merges. Returns (out [C, H, D] in q.dtype, lse [C, H] float32). Raises ValueError for
-    a dtype that this build lacks.
+    to whoever merges. tiled: in tiles of AMX; None: where `tiles_take` them. Returns (out [C, H, D] in
+    q.dtype, lse [C, H] float32). Raises ValueError for a dtype that this build lacks.
     """
     library = loaded()
+    tiled = tiles_take(q, k) if tiled is None else tiled
     queries, heads, dim = q.shape
     kv_heads, rows, _ = k.shape
     dtype = q.dtype
@@ -121,7 +138,8 @@ def attend_prompt(
         first is not None, kept + (first or 0) - start, window, torch.get_num_threads(),
         dtype == torch.float32, scale, softmax.cap,
     )  # fmt: skip
-    code = library.omnikv_prefill(ctypes.byref(call), FLOATS[q.dtype], ROWS[k.dtype])
+    run = library.omnikv_tiled_prompt if tiled else library.omnikv_prefill
+    code = run(ctypes.byref(call), FLOATS[q.dtype], ROWS[k.dtype])
     check(code, f"a prompt's attention of q {q.dtype}, rows {k.dtype}")
     return out.to(dtype), lse
 
@@ -145,19 +163,29 @@ def attend_prompts(
 
 
 @_BINDING.self_test
-def _prompt_attention() -> Iterator[Case]:
+def _vectors() -> Iterator[Case]:
+    return _prompt_attention(False)
+
+
+@_TILED.self_test
+def _tiles() -> Iterator[Case]:
+    return _prompt_attention(True)
+
+
+def _prompt_attention(tiled: bool) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(1)
     sizes = (20, 6, 64), (2, 300, 64), (2, 300, 64)
     q, k, v = (torch.randn(*size, generator=generator) for size in sizes)
     visible = [281 + i for i in range(20)]
-    for dtype in FLOATS:
+    for dtype in (torch.bfloat16,) if tiled else FLOATS:
         q_, k_, v_ = q.to(dtype), k.to(dtype), v.to(dtype)
         expected, _ = attend_alone(q_.float(), k_.float(), v_.float(), visible, 0.125)
-        found, _ = attend_prompt(q_, k_, v_, 0.125, 280)
+        found, _ = attend_prompt(q_, k_, v_, 0.125, 280, tiled=tiled)
         yield f"a prompt's attention in {dtype}", found, expected, dtype
     form = FORMS[torch.int8]
     rows = form.keys.pack(k), form.values.pack(v)
     expected, _ = attend_alone(q, *rows, visible, 0.125)
-    for dtype in FLOATS:  # in float32, and as whole numbers
-        found, _ = attend_prompt(q.to(dtype), *rows, 0.125, 280)
+    # in float32, which tiles leave, and as whole numbers
+    for dtype in FLOATS.keys() - ({torch.float32} if tiled else set()):
+        found, _ = attend_prompt(q.to(dtype), *rows, 0.125, 280, tiled=tiled)
         yield f"a prompt's attention to int8 rows in {dtype}", found, expected, dtype

@@ -9,14 +9,15 @@ own divergence (docs/QUANTISATION.md). Sums of folds are whole there, all others
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from kernels.native.amx import TileBinding
 from kernels.native.kinds import FLOATS
-from kernels.native.library import Binding, Case, loaded
+from kernels.native.library import Binding, Case, check, loaded
 from kernels.native.pages import zeros
 from kernels.quant.matrix import Quantised
 
@@ -51,6 +52,7 @@ class _Product(ctypes.Structure):
 
 
 _BINDING = Binding("products with weights of few bits", omnikv_sizeof_few_bits=_Product)
+_TILED = TileBinding("products with few bits in tiles", omnikv_sizeof_few_bits=_Product)
 
 
 def usable() -> bool:
@@ -150,6 +152,7 @@ def product(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
+    tiled: bool | None = None,
 ) -> torch.Tensor:
     """Multiply the rows of x [..., I] by a weight [O, I]; any number of rows, on a CPU.
 
@@ -157,21 +160,26 @@ def product(
     dtype is added, then residual [..., O or O / 2] of x's dtype, contiguous. gated: the first half
     of the outputs goes through SiLU and scales the second (SwiGLU, arXiv 2002.05202), so there are
     O / 2. Sums are float32 and rounded to the dtype of x after the product, after SiLU and at the
-    end, where torch's operators round. out_dtype: of the result, x's by default. Returns [..., O or
-    O / 2], new. Results do not depend on the number of threads.
+    end, where torch's operators round. out_dtype: of the result, x's by default. tiled: many rows
+    of 16 bits in tiles of AMX; None: where they run. Returns [..., O or O / 2], new. Results do not
+    depend on the number of threads. Raises MemoryError where tiles of x find no room.
     """
     library = loaded()
     outputs, inputs = weight.shape
     rows = x.numel() // inputs
     if gated and rows > MOST_ROWS:
-        gate, up = product(x, weight, bias).chunk(2, -1)
+        gate, up = product(x, weight, bias, tiled=tiled).chunk(2, -1)
         y = F.silu(gate).mul_(up)
         y = y if residual is None else y.add_(residual)
         return y.to(out_dtype or x.dtype)
     out = torch.empty(*x.shape[:-1], outputs // 2 if gated else outputs, dtype=out_dtype or x.dtype)
     words, parts = weight.values.shape[1], PARTS[weight.kind]
     fold = _fold(weight.group, inputs, parts)
-    if rows <= MOST_ROWS:
+    whole = rows >= INTEGER_ROWS and x.dtype != torch.float32 and fold in INTEGER_FOLDS
+    tiled = whole and (_TILED.usable() if tiled is None else tiled)
+    if tiled:
+        scratch = torch.empty(0)
+    elif rows <= MOST_ROWS:
         padded = -(-words * parts // LANES) * LANES
         scratch = torch.empty(rows, padded + -(-padded // fold) + len(weight.values) * LANES)
     else:
@@ -183,8 +191,9 @@ def product(
         FLOATS[x.dtype], FLOATS[weight.scales.dtype], 0 if bias is None else FLOATS[bias.dtype],
         FLOATS[out.dtype], gated, torch.get_num_threads(),
     )  # fmt: skip
-    narrow = x.dtype != torch.float32 and fold in INTEGER_FOLDS
-    if rows >= INTEGER_ROWS and narrow and prefers_integers(library):
+    if tiled:
+        check(library.omnikv_tiled_integers(ctypes.byref(call)), "a product in tiles")
+    elif whole and prefers_integers(library):
         library.omnikv_integers(ctypes.byref(call))
     else:
         library.omnikv_few_bits(ctypes.byref(call), rows > MOST_ROWS)
@@ -287,7 +296,18 @@ def _paneled(scales: torch.Tensor) -> torch.Tensor:
 
 
 @_BINDING.self_test
-def _products() -> Iterator[Case]:
+def _vectors() -> Iterator[Case]:
+    # in registers, in tiles of registers, and as whole numbers
+    some = (torch.float32, 3), (torch.float32, 20), (torch.bfloat16, 20), (torch.bfloat16, 40)
+    return _products(some, False)
+
+
+@_TILED.self_test
+def _tiles() -> Iterator[Case]:
+    return _products(((torch.bfloat16, 40), (torch.float16, 33)), True)
+
+
+def _products(some: Sequence[tuple[torch.dtype, int]], tiled: bool) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(1)
     for kind, columns in (("int8", 64), ("int4", 32)):
         values = torch.randint(-127, 128, (40, columns), generator=generator).to(torch.int8)
@@ -296,9 +316,8 @@ def _products() -> Iterator[Case]:
         scales = torch.rand(40, 2, generator=generator).half().float() + 0.5
         weight = Quantised(kind, values, scales.half().float(), 32)
         whole = weight.dense(torch.float32).double()
-        # in registers, in tiles, and as whole numbers
-        some = (torch.float32, 3), (torch.float32, 20), (torch.bfloat16, 20), (torch.bfloat16, 40)
         for dtype, rows in some:
             x = torch.randn(rows, 64, generator=generator).to(dtype)
             name = f"a product of {rows} rows with {kind} in {dtype}"
-            yield name, product(x, Panels.of(weight)), x.double() @ whole.t(), dtype
+            found = product(x, Panels.of(weight), tiled=tiled)
+            yield name, found, x.double() @ whole.t(), dtype

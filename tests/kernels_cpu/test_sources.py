@@ -64,11 +64,14 @@ def test_no_source_has_a_warning(compiler, name):
     assert "-w" not in library.FLAGS
     if name not in library.own_sets():
         compiler = shutil.which("aarch64-linux-gnu-g++" if name in library.ARM_SETS else "")
-    if not compiler:
+    if not compiler or not library._knows(compiler, name):
         pytest.skip(f"no compiler for {name}")
+    sources = library.SOURCES
+    if name == "amx":  # the others see nothing but avx512_bf16
+        sources = [n for n in sources if n == "amx.cpp" or n.startswith("tiled_")]
     commands = [
         [compiler, *library.FLAGS, *library._FLAGS_OF[name], *STRICT, str(library.FOLDER / source)]
-        for source in library.SOURCES
+        for source in sources
     ]
     running = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True) for c in commands]
     said = [process.communicate()[1] for process in running]
