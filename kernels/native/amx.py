@@ -12,7 +12,7 @@ import functools
 import warnings
 
 from kernels.launch.isa import wants_tiles
-from kernels.native.library import Binding, native
+from kernels.native.library import Binding, missing, native
 
 REASONS = {
     1: "its compiler knows no AMX: install GCC 11 or clang 12, or newer ones",
@@ -39,17 +39,16 @@ def wanted() -> bool:
     """Whether tiles are asked for, in this CPU, and given to this process. Where the library or
     the system has none, warns once: other forms run.
     """
-    library = native() if wants_tiles() else None
-    return library is not None and _allowed(library)
+    return wants_tiles() and not refused(native())
 
 
 @functools.cache
-def _allowed(library: ctypes.CDLL) -> bool:
-    """Ask the system for tiles, once."""
-    code: int = library.omnikv_allow_tiles()
-    if code:
-        warnings.warn(f"OMNIKV_AMX=1 changes nothing here: {REASONS[code]}", stacklevel=2)
-    return not code
+def refused(library: ctypes.CDLL | None) -> str:
+    """Why a process that asks for tiles has none, "" where it has: the system is asked once."""
+    why = REASONS.get(library.omnikv_allow_tiles(), "") if library is not None else missing()
+    if why:
+        warnings.warn(f"OMNIKV_AMX=1 changes nothing here: {why}", stacklevel=3)
+    return why
 
 
 def in_use() -> tuple[str, ...]:

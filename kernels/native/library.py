@@ -226,10 +226,10 @@ def to_compile() -> bool:
 
 def prebuild(folder: Path, *sets: str, compiler: str | None = None) -> list[Path]:
     """Put a library for each of these instruction sets, without any all of this machine's kind,
-    into `folder`, which a wheel has as PREBUILT; sets of the same flags share one, and an older
-    compiler leaves AMX out. What is in the cache is copied, all else compiled. compiler: one whose programs run on machines of another
-    kind; None for this machine's, whose own CPU does not matter. Returns the files. Raises
-    RuntimeError where it fails.
+    into `folder`, which a wheel has as PREBUILT; sets of the same flags share one, and a compiler
+    that knows no AMX leaves that out. What is in the cache is copied, all else compiled. compiler:
+    one whose programs run on machines of another kind; None for this machine's, whose own CPU does
+    not matter. Returns the files. Raises RuntimeError where it fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:

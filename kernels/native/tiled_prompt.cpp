@@ -213,8 +213,8 @@ template <class M>
 INLINE void soften_row(const Call &c, Work<M> &w, int first, int tile, int r, int t, int count, Passage<M> &p) {
     const int at = tile * M::of_rows + r;
     float *x = p.logits + r * NEAR;
-    if (M::whole)
-        for (int i = 0; i < NEAR; i += W)
+    if (M::whole)  // what lies behind the keys was not written
+        for (int i = 0; i < count; i += W)
             store(x + i, __builtin_convertvector(digits_sum((const int32_t *)p.logits, NEAR, r, i), Floats));
     typename M::Element *const to = (typename M::Element *)(p.weights + r / 16 * TILE + r % 16 * TILE_BYTES);
     p.steps[r] = soften<M, typename M::Row>(c, w, x, seen_of(c, first + at / c.group, t, count), at, to);

@@ -112,8 +112,8 @@ def attend_prompt(
     int8 rows; index int32 [1 or Hkv, >= kept] or None with kept = 0. first: position of query 0, so
     that query c sees rows up to first + c; None: every query sees all n rows. window: rows that a
     query sees at most, its own among them (0: all), with kept = 0. softmax: its cap; sinks are left
-    to whoever merges. tiled: in tiles of AMX; None: where `tiles_take` them. Returns (out [C, H, D] in
-    q.dtype, lse [C, H] float32). Raises ValueError for a dtype that this build lacks.
+    to whoever merges. tiled: in tiles of AMX; None: where `tiles_take` them. Returns (out [C, H, D]
+    in q.dtype, lse [C, H] float32). Raises ValueError for a dtype that this build lacks.
     """
     library = loaded()
     tiled = tiles_take(q, k) if tiled is None else tiled

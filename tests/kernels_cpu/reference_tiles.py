@@ -1,5 +1,5 @@
-"""The kernels that multiply in tiles of AMX, compiled with the tiles of amx.h in plain C++: they run
-on every machine with AVX512-BF16.
+"""The kernels that multiply in tiles of AMX, compiled with the tiles of amx.h in plain C++: any
+machine with AVX512-BF16 runs them.
 """
 
 import ctypes
@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kernels.native import library
 
-SOURCES = ("amx.cpp", "team.cpp", "tiled_integers.cpp", "tiled_product.cpp", "tiled_prompt.cpp")
+TILED = ("amx.cpp", "team.cpp", "tiled_integers.cpp", "tiled_product.cpp", "tiled_prompt.cpp")
 FLAGS = ("-w", "-DOMNIKV_AMX_REFERENCE")
 
 
 def compiled(folder, *sources, change=("", ""), flags=FLAGS):
-    """The library of some sources, SOURCES without any. change: a text of amx.h, and what stands in
-    its place.
+    """The library of some sources, compiled in `folder`. change: a text of
+    amx.h, and what stands in its place there; flags: beside those of AVX512-BF16.
     """
     compiler = library._found_compiler()
     for path in library.FOLDER.glob("*.h"):
@@ -23,7 +23,6 @@ def compiled(folder, *sources, change=("", ""), flags=FLAGS):
     header = folder / "amx.h"
     assert change[0] in header.read_text()
     header.write_text(header.read_text().replace(*change))
-    sources = sources or SOURCES
 
     def compile_one(name):
         path = folder / name

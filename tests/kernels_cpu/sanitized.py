@@ -13,6 +13,7 @@ import kernels.index.step
 import kernels.kept.noisy
 import kernels.kept.stream
 import kernels.layer.native_step
+import kernels.layer.tiled_product
 import kernels.recurrent.conv
 import kernels.recurrent.delta  # prompts and steps at seams
 import kernels.recurrent.gates
@@ -28,6 +29,7 @@ import kernels.sketch.shares
 from kernels.attention.native import attend
 from kernels.layer.native_product import Product
 from kernels.native import compilers, library
+from kernels.native.amx import TILES
 from kernels.prefill.native import attend_prompt
 from kernels.quant import native
 from kernels.quant.native import Panels, product
@@ -40,6 +42,7 @@ library.FLAGS = (
     "-O0",
     "-g1",
     *(f"-fsanitize={SANITIZER}", "-fno-sanitize-recover=all"),
+    "-DOMNIKV_AMX_REFERENCE",  # tiles in plain C++
 )
 compilers.PATIENCE = 900  # a sanitizer's code is long, and other tests have the cores
 
@@ -80,7 +83,9 @@ def main() -> None:
         few = to_int8(weight, columns) if kind == "int8" else to_int4(weight, columns)
         native.product(some(rows, columns).bfloat16(), native.Panels.of(few))
     assert kernels.layer.native_step.usable()
-    assert all(binding.usable() for binding in library.BINDINGS)
+    assert all(binding.usable() for binding in library.BINDINGS if binding not in TILES)
+    if library._set() in ("avx512_bf16", "amx"):
+        assert not [why for binding in TILES if (why := binding._fault(library.loaded()))]
     print("clean")
 
 
