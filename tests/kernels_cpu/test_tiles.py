@@ -9,6 +9,7 @@ for.
 import contextlib
 import ctypes
 import math
+import os
 import shutil
 import subprocess
 
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 import kernels.layer.linear
 import kernels.layer.tiled_product
 import kernels.prefill.native
+import kernels.quant.linear
 import kernels.quant.native
 from engine.load import loaded
 from kernels.launch import isa
@@ -34,6 +36,7 @@ from kernels.rows.forms import FORMS
 from tests.kernels.support.kernel_checks import assert_close, plain
 from tests.kernels_cpu.reference_tiles import FLAGS, TILED, compiled
 from tests.kernels_cpu.test_native_few_bits import drawn as drawn_weight
+from tools.speed import amx as speed
 
 pytestmark = [
     pytest.mark.skipif(bool(library.missing()), reason=library.missing()),
@@ -494,3 +497,33 @@ def test_the_build_for_amx_has_its_instructions(tmp_path):
     (tmp_path / "without").mkdir()
     without = compiled(tmp_path / "without", "amx.cpp", flags=("-w",))
     assert without.omnikv_allow_tiles() == 1
+
+
+# ---- the trial
+
+
+def test_the_trial_times_both_forms_and_says_which_is_ahead(on_amx, capsys):
+    for place in (kernels.layer.linear, kernels.quant.native, kernels.quant.linear):
+        name = "reads" if place is kernels.layer.linear else "usable"
+        on_amx.setattr(place, name, lambda *weight: True)
+    on_amx.setattr(speed, "native", lambda: amx.native())
+    on_amx.setattr(speed, "isa", lambda: "amx")
+    on_amx.setattr(kernels.quant.native._TILED, "_tried", (amx.native(), ""))
+    small = "--shape 1x2x16 --chunk 20 --past 40 --rows 33 --outputs 20 --inputs 128 --turns 1"
+    assert speed.main(small.split()) == 0
+    said = capsys.readouterr().out
+    rows = [line for line in said.splitlines() if "rows" in line and line.startswith("|")]
+    assert len(rows) == 5 and "OMNIKV_AMX" in said.splitlines()[-1]
+    assert "OMNIKV_AMX" not in os.environ
+
+
+def test_the_verdict_names_what_is_behind():
+    rows = [dict(piece=name, speed=by) for name, by in (("one", 1.5), ("other", 0.8))]
+    assert "0.67 to 1.25" in speed.verdict(rows) and "behind in other." in speed.verdict(rows)
+    assert speed.verdict(rows[:1]).endswith("OMNIKV_AMX=1 turns them on.")
+
+
+def test_a_machine_without_amx_has_nothing_to_time(capsys, monkeypatch):
+    monkeypatch.setattr(speed, "isa", lambda: "avx512_bf16")
+    assert speed.main([]) == 1
+    assert "this CPU has no AMX (it runs avx512_bf16)" in capsys.readouterr().err
