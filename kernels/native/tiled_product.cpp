@@ -69,7 +69,6 @@ static void multiply(const char *x, int tiles, int steps, const Strip &strip, fl
                                  [&] { Turning::between(turning); });
             store_sums(to, SIDE * 4);
         }
-        Turning::rest(turning);
     }
 }
 

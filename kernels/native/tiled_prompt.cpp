@@ -153,8 +153,6 @@ static void pack(const Call &c, int head, int t, int count, Work<M> &w) {
             const int from = k * TILE_BYTES;
             turn_tile(keys + i, from, c.dim * M::of_key - from, w.keys + (i / TILE_ROWS * w.depth + k) * TILE);
         }
-    if ((count + TILE_ROWS - 1) / TILE_ROWS % 2)  // panels are multiplied two at a time
-        memset(w.keys + (count + TILE_ROWS - 1) / TILE_ROWS * w.depth * TILE, 0, w.depth * TILE);
     for (int d = 0; d < w.wide; d += TILE_ROWS)
         for (int i = 0; i < count; i += M::step) {
             char *const to = w.values + (d / TILE_ROWS * w.key_steps + i / M::step) * TILE;
@@ -171,6 +169,7 @@ INLINE void meet_keys(const Work<M> &w, int tile, int count, Passage<M> &p, cons
     for (int i = 0; i < count; i += SIDE) {
         const char *const first = w.keys + i / TILE_ROWS * w.depth * TILE;
         zero_sums();
+        // behind an odd number of panels lies what is left of another block, and nobody sees its logits
         add_tiles<M>(q, {first, first + w.depth * TILE}, w.depth, between);
         store_sums(p.logits + i, NEAR * 4);
     }

@@ -78,7 +78,7 @@ INLINE void add_tiles(const char *left, const char *const (&right)[2], int steps
     }
 }
 
-// Deals `count` pieces of work out over `beats` steps of products.
+// Deals `count` pieces of work out over `beats` steps of products; without any step, all are left to `rest`.
 template <class F>
 struct Dealt {
     const F &piece;
