@@ -90,22 +90,31 @@ class Loaded:
         form = "auto" if planner.backend in ON_CPU else "plain"
         words = "words" if planner.backend == "triton" else form
         stacked = choose_for(planner.backend, planner.device) == "triton"
-        held = form, words, planner.plan().head_copy > 0, stacked
+        twice = planner.plan().head_copy > 0 if planner.cut is None else planner.packs_head
         digest = WeightsDigest()
         tied, stream = config.tied_embeddings, digest.watch(stream)
         stream = digest.made(planner.rounding.stream(stream, tied))
         streaming = planner.staging.layers if planner.staging else ()
         keep = partial(left_on_host, layers=streaming) if streaming else None
-        whole = config, planner.dtype, planner.device
-        if (cut := planner.cut) is None:
-            model = assemble(*whole, stream, *held, keep=keep)
-            model = staged(model, streaming) if streaming else model
-        else:
-            where = cut.starts, cut.devices
-            held = form, words, planner.packs_head, stacked
-            stream = to_parts(stream, *where)
-            model = assemble(*whole, stream, *held, head_on=cut.devices[-1])
-            model = parted(model, config, *where)
+        cut = planner.cut
+        if cut is not None:
+            stream = to_parts(stream, cut.starts, cut.devices)
+        model = assemble(
+            config,
+            planner.dtype,
+            planner.device,
+            stream,
+            form,
+            words,
+            head_twice=twice,
+            stacked=stacked,
+            keep=keep,
+            head_on=None if cut is None else cut.devices[-1],
+        )
+        if cut is not None:
+            model = parted(model, config, cut.starts, cut.devices)
+        elif streaming:
+            model = staged(model, streaming)
         trim_heap()
         compiled = compiled and model.capturable
         pinned = model.staged is None or model.staged.pinned

@@ -98,8 +98,8 @@ class Planner:
         asked = streamed_layers(options.weights_offload, config, self._triton)
         if asked and self.devices:
             raise SettingError(
-                f"weights_offload: found {options.weights_offload!r} with several devices; expected "
-                "'auto' or 'off'"
+                f"weights_offload: found {options.weights_offload!r} with several devices; "
+                "expected 'auto' or 'off'"
             )
         self.staging = self._streaming(asked)
         self._plan = self._make_plan(self.method, layers, options.max_context, options.chunk)
