@@ -325,7 +325,7 @@ TABLES = (
             commands=(Command("ranks", ""),),
             card=True,
             cards=4,
-            differs="one sequence: batches are not run over ranks; random weights of the model's "
+            differs="one sequence: no batch is timed over ranks; random weights of the model's "
             "shape; ranks are processes of a CPU, as many as it has cores, at most 4",
         )
         for name, place, about, unit, figures in (
