@@ -4,7 +4,6 @@ import io
 
 import pytest
 
-import engine.chat.cli
 from engine.methods.full import Full
 from engine.text.tokenizer import Tokenizer
 from tests.engine.chat.fake_llm import FakeLLM
@@ -31,7 +30,7 @@ def fake(tmp_path, monkeypatch):
             llm.method = arguments["method"] or Full()
             return llm
 
-        monkeypatch.setattr(engine.chat.cli, "LLM", construct)
+        monkeypatch.setattr("engine.cli.ranked.LLM", construct)
         return llm
 
     return make

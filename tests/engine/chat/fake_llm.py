@@ -118,6 +118,10 @@ class FakePlan:
     max_context: int = 512
     largest_context: int = 512
     host_bytes: int = 0
+    lines: tuple = ()
+    streaming: str = ""
+    fits_device: bool = True
+    staging: object = None
     items: tuple = (("weights", 1000, ""), ("context bank", 640, ""))
     note: str = ""
     unheeded: str = ""
@@ -162,7 +166,7 @@ class FakeLLM:
             None,
             SimpleNamespace(weights="auto", forever=False),
         )
-        self.planner = self
+        self.planner, self.staging = self, None
         self.method = Full()
         self.resolved = SimpleNamespace(
             folder="nowhere", revision=None, source="hub", why_not="", require_fetched=lambda: None

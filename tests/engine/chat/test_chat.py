@@ -308,7 +308,7 @@ def test_failures_are_one_line_and_an_exit_code_and_verbose_shows_where(
     def fails(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(engine.chat.cli, "LLM", fails)
+    monkeypatch.setattr("engine.cli.ranked.LLM", fails)
     assert main(["--model", "x", "-p", "hi"]) == code
     err = capsys.readouterr().err
     assert "Traceback" not in err and len(err.strip().splitlines()) <= 1

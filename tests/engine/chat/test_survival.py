@@ -170,7 +170,7 @@ def test_no_memory_while_a_model_loads_is_one_typed_line(monkeypatch, capsys):
     def load(*arguments, **settings):
         raise MemoryError
 
-    monkeypatch.setattr("engine.chat.cli.LLM", load)
+    monkeypatch.setattr("engine.cli.ranked.LLM", load)
     assert main(["--model", "x", "-p", "What?"]) == OutOfHostMemory.exit_code
     err = capsys.readouterr().err
     assert err.startswith("error: no memory left") and err.count("\n") == 1
