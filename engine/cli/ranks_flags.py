@@ -46,6 +46,13 @@ def ranks_flags(add: Callable, program: str = "engine.chat") -> None:
         help="with several processes: select the tokens that one would (global), or let each "
         "choose by its own heads, with nothing sent for it (per_rank)",
     )
+    add(
+        "--split-by",
+        choices=("heads", "context"),
+        default="heads",
+        help="what several processes divide: attention heads, MLPs and vocabulary (heads), or the "
+        "tokens of the context bank, beside all weights on each (context)",
+    )
 
 
 def flag_of(args: argparse.Namespace) -> str:

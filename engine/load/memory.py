@@ -21,6 +21,7 @@ from engine.load.report import LARGER, OFFLOAD_CHUNK, ROUND, Item, Plan
 from engine.methods.base import Method, scratch_shape
 from engine.model.config.config import ModelConfig
 from engine.model.config.latent import OPENED_ROWS, Latent
+from engine.model.config.share import EXCHANGED
 from engine.model.low_bits import FewBits
 from engine.model.share.divide import whole_of
 from engine.plan.free_memory import HEADROOM, free_bytes
@@ -87,7 +88,11 @@ def memory_items(
     kept -= len(placement.layers) if placement else 0
     rings = window_bytes(config, size, chunk, context)
     needs = method.needs(layers, config, context, size)
-    bank, bank_note = kept * context * config.kv_bytes(size), _bank_note(config, size, device)
+    rows, bank_note = config.bank_rows(context), _bank_note(config, size, device)
+    bank = kept * rows * config.kv_bytes(size)
+    if config.context is not None:
+        bank += 2 * config.kv_bytes(size)  # where a step's row lands
+        bank_note += f", the rows of {rows} tokens of {context}"
     if needs.near is not None:
         freed = _keys_freed(config, needs.near, dtype, chunk, context)
         bank -= freed
@@ -110,6 +115,7 @@ def memory_items(
         *_tier_items(config, placement, size, context, device.type == "cpu" or shared),
         ("query ring", ring, f"last {RING} queries of every layer"),
         ("decode scratch", scratch, ""),
+        *_exchange_item(config, chunk),
         ("selection", needs.device_bytes, "scores and indices" if needs.selected else ""),
         *((("retained rows", store, needs.store_note),) if store else ()),
         *_forgetting_items(config, needs, size, chunk, context, savepoints),
@@ -128,6 +134,14 @@ def _keys_freed(
     # a step's row in each such layer, twice, until it is taken to its place
     step = 2 * sum(map(bool, near.heads)) * config.kv_bytes(dtype.itemsize)
     return near.count * (context - near_rows(near, chunk, context)) * key - step
+
+
+def _exchange_item(config: ModelConfig, chunk: int) -> tuple[Item, ...]:
+    """Partial results of some queries: a rank's own, a copy that it sends, and all ranks'."""
+    if config.context is None:
+        return ()
+    part = min(chunk, EXCHANGED) * config.num_heads * (config.head_dim + 1) * 4
+    return (("exchange", (2 + config.context.ranks) * part, "partial results of all ranks"),)
 
 
 def _again_item(config: ModelConfig, needs: Needs, size: int) -> tuple[Item, ...]:

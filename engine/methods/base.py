@@ -213,7 +213,8 @@ class Setup:
     softmax: what is particular in every layer's; marks: gives the ids of special tokens and of
     punctuation, None where a session has no tokenizer; sample: reads a sample, None where there is
     no model; across: select_topk over the heads of all ranks (engine/ranks/merge.py); over_heads:
-    gives a number of every query head for those of a rank's own; None: of one process.
+    gives a number of every query head for those of a rank's own; gathered: gives a tensor of every
+    rank, [ranks, ...], where each holds the rows of its own tokens; None: of one process.
     """
 
     config: ModelConfig
@@ -229,6 +230,7 @@ class Setup:
     sample: Sample | None = None
     across: Callable[..., None] | None = None
     over_heads: Callable[[torch.Tensor], torch.Tensor] | None = None
+    gathered: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @classmethod
     def of(

@@ -13,7 +13,7 @@ from engine.load.loaded import Loaded
 from engine.load.options import LLMSettings
 from engine.methods.base import Method
 from engine.ranks.drive.followers import Followers
-from engine.ranks.drive.lead import Lead
+from engine.ranks.drive.lead import Lead, require_shared
 from engine.ranks.drive.meeting import Meeting
 from engine.ranks.place import Place, nodes, started
 from engine.ranks.share_llm import ShareLLM
@@ -45,8 +45,8 @@ class RankedLLM(ShareLLM):
     torchrun's. Sessions are used as those of an LLM.
 
     numa: one rank a NUMA node, or so many dealt over the nodes; each runs on cores of its own
-    either way. selection: as of ShareLLM. timeout: seconds that a rank waits for the others, after
-    which it ends. Raises what LLM does, and RankLost where a rank ends.
+    either way. selection, split_by: as of ShareLLM. timeout: seconds that a rank waits for the
+    others, after which it ends. Raises what LLM does, and RankLost where a rank ends.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class RankedLLM(ShareLLM):
         *,
         numa: bool = False,
         selection: str = "global",
+        split_by: str = "heads",
         timeout: float = 120.0,
         load: bool = True,
         progress: Callable[[LoadProgress], None] | None = None,
@@ -71,7 +72,7 @@ class RankedLLM(ShareLLM):
         if settings.get("threads") is None and place.threads:
             settings["threads"] = place.threads
         self._asked = dict(settings)
-        super().__init__(model, (0, place.size), selection, **settings)
+        super().__init__(model, (0, place.size), selection, split_by, **settings)
         self._progress, self._download_progress = progress, download_progress
         self._lead: Lead | None = None
         if load:
@@ -96,7 +97,7 @@ class RankedLLM(ShareLLM):
         assert self._ranks is not None and self.loaded is not None
         followers.when_lost(self._ranks.refuse)
         self._ranks.follow_calls()
-        self._lead = Lead(self._ranks, followers, self._require)
+        self._lead = Lead(self._ranks, followers, self._require, self.split_by)
         self.loaded = replace(self.loaded, lead=self._lead)
         return self.loaded
 
@@ -110,7 +111,7 @@ class RankedLLM(ShareLLM):
             "chunk": self.chunk,
         }
         segment = self._meeting.segment()
-        followers.tell(("load", self.name, self.selection, settings, segment))
+        followers.tell(("load", self.name, self.selection, self.split_by, settings, segment))
 
     def session(
         self,
@@ -122,6 +123,7 @@ class RankedLLM(ShareLLM):
         self.load()
         if method is not None:
             self._require(method)
+        self._require_device(offload)
         assert self._lead is not None
         if self._lead.inside:  # a call that opens one, on every rank
             return super().session(method, max_context, offload)
@@ -140,6 +142,7 @@ class RankedLLM(ShareLLM):
         progress: SaveProgress | None = None,
     ) -> tuple[Session, Any]:
         """As LLM, of a session that as many ranks have saved."""
+        require_shared("restore", self.split_by)
         self.load()
         assert self._lead is not None
         given = dict(max_context=max_context, offload=offload, tokens=tokens)

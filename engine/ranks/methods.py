@@ -12,6 +12,7 @@ from collections.abc import Callable
 from engine.base.errors import SettingError
 from engine.methods.base import Method
 from engine.methods.exact import Exact
+from engine.methods.split.context_runtime import why_not_dealt
 
 # each head by itself, or by positions alone
 OWN_HEADS = (
@@ -177,6 +178,16 @@ def why_not(method: Method, halved: bool = False) -> str:
 
 def _by_group(method: Method) -> bool:
     return getattr(method, "granularity", "") == "kv_head"
+
+
+def require_dealt(method: Method, ranks: int) -> None:
+    """Raise SettingError for a method that ranks cannot run where each holds its own tokens."""
+    why = why_not_dealt(method)
+    if why:
+        raise SettingError(
+            f"method: found {method.name} with {ranks} ranks split by context, but it {why} "
+            "(docs/PARALLEL.md)"
+        )
 
 
 def require_method(

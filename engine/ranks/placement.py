@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.base.figures import human
+from engine.model.config.share import BLOCK
 from engine.ranks.llm import RankedLLM
 from engine.ranks.share_llm import ShareLLM
 
@@ -13,7 +14,8 @@ from engine.ranks.share_llm import ShareLLM
 @dataclass(frozen=True)
 class Placement:
     """One rank's part. weights, bank, total: bytes; heads, kv_heads, mlp, vocab: (first, one past
-    the last); cores: it runs on these, () where the system decides.
+    the last); cores: it runs on these, () where the system decides; tokens: whose K and V it holds
+    of a full session, None: of all.
     """
 
     rank: int
@@ -25,6 +27,7 @@ class Placement:
     mlp: tuple[int, int]
     vocab: tuple[int, int]
     cores: tuple[int, ...] = ()
+    tokens: int | None = None
 
 
 def placements(llm: RankedLLM) -> list[Placement]:
@@ -33,9 +36,9 @@ def placements(llm: RankedLLM) -> list[Placement]:
     settings["max_context"] = llm.max_context
     found, count = [], llm.place[1]
     for rank in range(count):
-        one = ShareLLM(llm.name, (rank, count), llm.selection, **settings)
+        one = ShareLLM(llm.name, (rank, count), llm.selection, llm.split_by, **settings)
         plan, share = one.planner.plan(), one.config.share
-        assert share is not None
+        config, context = one.config, one.config.context
         cores = llm.places[rank].cores if rank < len(llm.places) else ()
         found.append(
             Placement(
@@ -43,25 +46,34 @@ def placements(llm: RankedLLM) -> list[Placement]:
                 plan.bytes_of("weights"),
                 plan.bytes_of("context bank"),
                 plan.total,
-                share.heads.range,
-                share.kv_heads.range,
-                share.mlp.range,
-                share.vocab.range,
+                (0, config.num_heads) if share is None else share.heads.range,
+                (0, config.num_kv_heads) if share is None else share.kv_heads.range,
+                (0, config.intermediate_size) if share is None else share.mlp.range,
+                (0, config.vocab_size) if share is None else share.vocab.range,
                 cores,
+                None if context is None else context.count(plan.max_context),
             )
         )
     return found
 
 
 def placement_text(llm: RankedLLM) -> str:
-    """A line for each rank: weights and bank in bytes, heads and cores."""
+    """A line for each rank: weights and bank in bytes, heads or tokens, and cores."""
     lines = []
     for one in placements(llm):
         cores = f", cores {_numbers(one.cores)}" if one.cores else ""
+        whole, held = (
+            "all " if one.tokens is not None else "",
+            (
+                f"query heads {_numbers(range(*one.heads))}, "
+                f"K/V heads {_numbers(range(*one.kv_heads))}"
+            ),
+        )
+        if one.tokens is not None:
+            held = f"{one.tokens} of {llm.max_context} tokens, in blocks of {BLOCK} in turn"
         lines.append(
-            f"rank {one.rank}: weights {human(one.weights)}, bank {human(one.bank)}, "
-            f"{human(one.total)} at the peak; query heads {_numbers(range(*one.heads))}, "
-            f"K/V heads {_numbers(range(*one.kv_heads))}{cores}"
+            f"rank {one.rank}: {whole}weights {human(one.weights)}, bank {human(one.bank)}, "
+            f"{human(one.total)} at the peak; {held}{cores}"
         )
     return "\n".join(lines)
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.base.checks import one_of
 from engine.base.errors import SettingError
+from engine.batch.batch import Batch
 from engine.forward.self_test import StepForms
 from engine.llm import LLM
 from engine.load.loaded import Loaded
@@ -18,12 +20,12 @@ from engine.methods.base import Method
 from engine.model.config.config import ModelConfig
 from engine.model.low_bits import OnTheWay
 from engine.model.share.cut import added_once
-from engine.model.share.divide import heads_of, share_of, vocab_of, whole_of
+from engine.model.share.divide import context_share_of, heads_of, share_of, vocab_of, whole_of
 from engine.model.tensors import targets
 from engine.ranks.group import Ranks
 from engine.ranks.joined import joined
 from engine.ranks.merge import Merge
-from engine.ranks.methods import require_method
+from engine.ranks.methods import require_dealt, require_method
 from engine.session.session import Session
 from engine.text.tokenizer import Tokenizer
 
@@ -31,14 +33,16 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 SELECTIONS = ("global", "per_rank")
+SPLITS = ("heads", "context")
 
 
 class ShareLLM(LLM):
     """A model of which this process holds the share of `place` = (rank, ranks).
 
     selection: "global", every rank selects the tokens that one process would, or "per_rank", each
-    selects by its own heads and nothing is sent for it. `hold` gives it the other ranks, before it
-    is loaded. settings: as of LLM, on a CPU.
+    selects by its own heads and nothing is sent for it. split_by: "heads", or "context": each rank
+    holds all weights, and K and V of its own tokens. `hold` gives it the other ranks, before it is
+    loaded. settings: as of LLM, on a CPU.
     """
 
     def __init__(
@@ -46,13 +50,17 @@ class ShareLLM(LLM):
         model: str | Path | None,
         place: tuple[int, int],
         selection: str = "global",
+        split_by: str = "heads",
         **settings: Unpack[LLMSettings],
     ) -> None:
-        if selection not in SELECTIONS:
+        one_of("selection", selection, SELECTIONS)
+        one_of("split_by", split_by, SPLITS)
+        if split_by == "context" and selection != "global":
             raise SettingError(
-                f"selection: found {selection!r}, expected one of {', '.join(SELECTIONS)}"
+                f"selection: found {selection!r} with split_by='context', whose ranks have all "
+                "heads; expected 'global'"
             )
-        self.place, self.selection = place, selection
+        self.place, self.selection, self.split_by = place, selection, split_by
         self._halved = False
         self._ranks: Ranks | None = None
         if (method := settings.get("method")) is not None:
@@ -61,6 +69,8 @@ class ShareLLM(LLM):
         self._require_here()
 
     def _own(self, config: ModelConfig) -> ModelConfig:
+        if self.split_by == "context":
+            return context_share_of(config, *self.place)
         self._halved = self.place[1] > config.num_kv_heads
         return share_of(config, *self.place)
 
@@ -85,8 +95,18 @@ class ShareLLM(LLM):
                 f"weights_offload: found {options.weights_offload!r} with {count} ranks, expected "
                 "'off'"
             )
-        self._require_whole_groups()
+        if self.split_by == "context":
+            self._require_device(options.offload)
+        else:
+            self._require_whole_groups()
         self._require(self.method)
+
+    def _require_device(self, offload: str | None) -> None:
+        """Raise SettingError for a host tier of what lies on several ranks already."""
+        if self.split_by == "context" and offload == "host":
+            raise SettingError(
+                "offload: found 'host' with split_by='context', expected 'auto' or 'device'"
+            )
 
     def _require_whole_groups(self) -> None:
         """Raise SettingError for weights of few bits that come so, or whose groups a cut would
@@ -122,6 +142,9 @@ class ShareLLM(LLM):
         """As LLM, with products that are joined over ranks."""
         ranks = self._ranks
         assert ranks is not None, "hold() comes first"
+        if self.split_by == "context":
+            self.loaded = replace(super()._load(stream, tokenizer), peers=ranks)
+            return self.loaded
         loaded = super()._load(_once(stream, ranks.rank), tokenizer)
         vocab = self.config.vocab_size
         parts = tuple(vocab_of(vocab, rank, ranks.size) for rank in range(ranks.size))
@@ -149,7 +172,10 @@ class ShareLLM(LLM):
 
     def _require(self, method: Method) -> None:
         """Raise SettingError for a method that these ranks cannot run."""
-        require_method(method, self.place[1], self.selection, self._halved)
+        if self.split_by == "context":
+            require_dealt(method, self.place[1])
+        else:
+            require_method(method, self.place[1], self.selection, self._halved)
 
     def session(
         self,
@@ -160,7 +186,17 @@ class ShareLLM(LLM):
         """As LLM; SettingError for a method that ranks cannot run."""
         if method is not None:
             self._require(method)
+        self._require_device(offload)
         return super().session(method, max_context, offload)
+
+    def batch(self, slots: int = 4, pause: float | None = None) -> Batch:
+        """As LLM; SettingError for ranks that hold the rows of their own tokens."""
+        if self.split_by == "context":
+            raise SettingError(
+                "batch: found split_by='context', whose steps are of one session; use "
+                "split_by='heads' or one process"
+            )
+        return super().batch(slots, pause)
 
 
 def _once(stream: Iterable[tuple[str, Any]], rank: int) -> Iterator[tuple[str, Any]]:

@@ -18,10 +18,11 @@ from engine.bank.near.near_bank import NearBank
 from engine.bank.query_ring import QueryRing
 from engine.bank.recurrent.savepoints import Savepoints
 from engine.bank.row_origins import RowOrigins, Span
+from engine.bank.split.context_bank import ContextBank
 from engine.bank.split.query_ring import SplitQueryRing
 from engine.bank.split.split_bank import SplitBank
 from engine.base.device import StepClock, current
-from engine.base.errors import ContextTooLong, SessionClosed
+from engine.base.errors import ContextTooLong, SessionClosed, SettingError
 from engine.base.interrupts import complete
 from engine.base.newest_tokens import NewestTokens
 from engine.load.loaded import Loaded
@@ -249,6 +250,8 @@ class SessionState:
             sizes = dict(span=span, chunk=planner.chunk, heap=planner.workspace * 3 // 4)
             return ChunkBank(config, self.capacity, dtype, device, **sizes)
         given = config, plan, self.capacity, dtype, device
+        if config.context is not None:
+            return ContextBank(*given, chunk=planner.chunk)
         if needs.near is not None:
             return NearBank(*given, needs.near, chunk=planner.chunk)
         if placement is None:
@@ -445,7 +448,14 @@ class SessionState:
         self.sampler = sampler
 
     def watch_with(self, watch: Watch | None) -> None:
-        """Set the meter of the attention mass kept; None: no meter."""
+        """Set the meter of the attention mass kept; None: no meter. Raises SettingError where no
+        process has the rows that it reads.
+        """
+        if watch is not None and self.loaded.config.context is not None:
+            raise SettingError(
+                "watch: found a model split by context, of which no rank has all rows; use "
+                "split_by='heads' or one process"
+            )
         self.watch = watch
 
     def copy_state(self, other: SessionState) -> None:

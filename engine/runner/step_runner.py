@@ -27,6 +27,7 @@ from engine.forward.split.pace import ChunkPace
 from engine.load.loaded import Loaded
 from engine.methods.base import Method, Runtime, Setup
 from engine.methods.full import Full
+from engine.methods.split.context_runtime import context_runtime
 from engine.methods.split.split_runtime import SplitRuntime
 from engine.model.config.config import ModelConfig
 from engine.model.llama import Llama
@@ -135,6 +136,8 @@ class StepRunner:
         )
         read = partial(sampled, loaded, self.backend)
         setup = replace(setup, sample=read, across=loaded.across, over_heads=loaded.over_heads)
+        if config.context is not None:
+            setup = replace(setup, gathered=loaded.peers.gathered)
         if loaded.tokenizer is not None:
             setup = replace(setup, marks=loaded.tokenizer.marks)
         if not isinstance(halves, FusedLayer):
@@ -144,6 +147,8 @@ class StepRunner:
     def _runtime(self, method: Method, setups: Sequence[Setup], plan: LayerPlan) -> Runtime:
         """A method's runtime, of one for each part where there are several."""
         cut = self._loaded.cut
+        if setups[0].config.context is not None:
+            return context_runtime(method, setups[0])
         if cut is None:
             return method.runtime(setups[0])
         parts = []

@@ -57,6 +57,8 @@ def unfit(planner: Planner) -> str:
         return (
             f"the recurrent layers of this model ({config.family}) have a state that no row gives"
         )
+    if config.context is not None:
+        return "ranks that split a model by context have rows of their own tokens alone"
     if config.rope.kind == "dynamic":
         return "the rope of this model (dynamic) depends on the whole prompt's length"
     return ""

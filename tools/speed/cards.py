@@ -115,8 +115,8 @@ def _crossing(
     """
     filters = sum(bool(group.layers) for group in layers.groups) if k else 0
     lists = (filters, 8.0 * k)
-    if split == "context":  # partial outputs in float32 with their maximum and sum, to all
-        one = config.num_heads * (config.head_dim + 2) * 4.0
+    if split == "context":  # partial outputs in float32 with their log-sum-exp, to all
+        one = config.num_heads * (config.head_dim + 1) * 4.0
         return [(config.num_layers, one), lists]
     one = config.hidden_size * float(BYTES)
     logits = config.vocab_size * BYTES / cards

@@ -27,7 +27,7 @@ from engine.model.config.latent import Latent, without_share
 from engine.model.config.names import LLAMA_NAMES, Names
 from engine.model.config.rope_config import MAX_POSITIONS, Rope, parse_rope
 from engine.model.config.rope_override import overridden, pins_long
-from engine.model.config.share import Share
+from engine.model.config.share import ContextShare, Share
 from engine.model.mixture import Experts
 from engine.model.recurrent import Recurrent, Ssd
 from kernels.launch.softmax import PLAIN, Softmax
@@ -59,9 +59,10 @@ class ModelConfig:
     one K/V head has rows of `head_dim` elements. `prefix` begins the stored names of the layers'
     tensors, and `names` has the others. `bank` is no file's: how rows of K and V are held, "model"
     (in the model's dtype) or packed: a name of `kernels.rows.forms`. `share`: which rank's share of
-    a model this is, whose heads and widths the others are then; None: the whole model. `ends`:
-    whether these layers follow the embedding, and whether the head follows them: not of parts of a
-    model (engine/model/parts/).
+    a model this is, whose heads and widths the others are then; None: the whole model. `context`:
+    the tokens whose rows this process holds of the whole model; None: all. `ends`: whether these
+    layers follow the embedding, and whether the head follows them: not of parts of a model
+    (engine/model/parts/).
     """
 
     architecture: str
@@ -98,6 +99,8 @@ class ModelConfig:
     bank: str = "model"
     # as `names`: other heads tell shares apart
     share: Share | None = field(default=None, repr=False)
+    # no rows are saved of a split by context
+    context: ContextShare | None = field(default=None, repr=False)
     ends: tuple[bool, bool] = field(default=(True, True), repr=False)
 
     @property
@@ -248,6 +251,10 @@ class ModelConfig:
             return self.sides * heads * width * dtype_bytes
         dtype = PACKED[self.bank]
         return heads * sum(row_widths(width, dtype)) * dtype.itemsize
+
+    def bank_rows(self, tokens: int) -> int:
+        """Return the rows of a layer that this process reserves for so many tokens."""
+        return tokens if self.context is None else self.context.rows(tokens)
 
     def row_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the bank's rows under a model in `dtype`."""

@@ -1,11 +1,15 @@
 """The share of a model that one of several processes holds: whole attention heads, a part of every
-MLP's width, and a part of the vocabulary (engine/model/share/).
+MLP's width, and a part of the vocabulary (engine/model/share/). Or all weights, and the K and V of
+its own tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
 
 
 class Part(NamedTuple):
@@ -46,3 +50,59 @@ class Share:
     experts: Part | None
     shared: Part | None
     vocab: Part
+
+
+BLOCK = 64  # tokens in turn that one rank of a split by context holds
+EXCHANGED = 256  # queries of a chunk whose partial results the ranks exchange at a time
+
+
+@dataclass(frozen=True)
+class ContextShare:
+    """The tokens whose K and V rank `rank` of `ranks` holds where a model is split by context:
+    blocks of BLOCK positions go to the ranks in turn, so that no rank holds more than a block more
+    than another, however long a session has become.
+
+    A rank keeps the rows of its tokens in the order of their positions. So its row r is the (r+1)th
+    of its tokens, and of equal scores the lowest row is the lowest position.
+    """
+
+    rank: int
+    ranks: int
+
+    def count(self, n: int) -> int:
+        """How many of the positions below n it holds: the row of position n, where it holds that."""
+        turns, rest = divmod(n, BLOCK * self.ranks)
+        return turns * BLOCK + min(max(rest - self.rank * BLOCK, 0), BLOCK)
+
+    def rows(self, capacity: int) -> int:
+        """Rows that its bank reserves for sessions of so many tokens."""
+        return max(1, self.count(capacity))
+
+    def holds(self, position: int) -> bool:
+        """Whether it holds a position."""
+        return position // BLOCK % self.ranks == self.rank
+
+    def held(self, positions: torch.Tensor) -> torch.Tensor:
+        """Whether it holds each of `positions`: bool of its shape."""
+        return positions // BLOCK % self.ranks == self.rank
+
+    def positions(self, rows: torch.Tensor) -> torch.Tensor:
+        """The positions of its rows, of the shape and dtype of `rows`."""
+        return (rows // BLOCK * self.ranks + self.rank) * BLOCK + rows % BLOCK
+
+    def rows_of(self, positions: torch.Tensor) -> torch.Tensor:
+        """The rows of those of `positions`, [n], that it holds."""
+        own = positions[self.held(positions)]
+        return own // (BLOCK * self.ranks) * BLOCK + own % BLOCK
+
+    def spans(self, first: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+        """Cut positions first .. stop-1 where it begins or ends to hold them: (first, stop, whether
+        it does) of each run.
+        """
+        turn, begin = BLOCK * self.ranks, self.rank * BLOCK
+        while first < stop:
+            at, own = first % turn, self.holds(first)
+            border = begin + BLOCK if own else begin if at < begin else begin + turn
+            last = min(stop, first - at + border)
+            yield first, last, own
+            first = last

@@ -25,11 +25,11 @@ def follow(place: Place) -> int:
     kind, *told = follower.next()
     if kind == "end":
         return 0
-    name, selection, settings, segment = told
+    name, selection, split_by, settings, segment = told
     try:
         if place.threads:
             settings["threads"] = place.threads
-        llm = ShareLLM(name, (place.rank, place.size), selection, **settings)
+        llm = ShareLLM(name, (place.rank, place.size), selection, split_by, **settings)
         ranks = grouped(place, store, segment)
         llm.hold(ranks)
         loaded = llm.load()

@@ -41,13 +41,13 @@ class ThreadRanks(Ranks):
 class Together:
     """A model held by `size` threads. `each(work)`: what work(llm) gives on every rank."""
 
-    def __init__(self, model, size, selection="global", **settings):
+    def __init__(self, model, size, selection="global", split_by="heads", **settings):
         self.barrier, left = threading.Barrier(size), [None] * size
         self.pool = ThreadPoolExecutor(size)
         self.ranks = [ThreadRanks(rank, size, self.barrier, left) for rank in range(size)]
         self.llms = []
         for rank in range(size):
-            llm = ShareLLM(model, (rank, size), selection, **settings)
+            llm = ShareLLM(model, (rank, size), selection, split_by, **settings)
             llm.hold(self.ranks[rank])
             self.llms.append(llm)
         for llm in self.llms:

@@ -1,0 +1,207 @@
+"""Attention to rows that lie on several ranks, each of its own tokens (ContextShare of
+engine/model/config/share.py): what a rank's own rows bring, and how the ranks' parts are merged.
+
+A part is (out, log-sum-exp) over a rank's rows. Every rank gets all parts and merges them in the
+order of ranks, so that all ranks have the same bits. A part weighs exp(log-sum-exp) / their sum.
+
+Selections are merged exactly. A filter layer's score of a token is known to the rank that holds it,
+and to no other. A rank lists the k first of its tokens in the order of (score descending, position
+ascending). Fewer than k tokens stand before a winner among all tokens, so fewer than k do among its
+rank's: every winner is listed. The k first of all lists are therefore the winners, and equal scores
+go to the lowest position, as candidates are ranked in the order of positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from engine.model.config.share import EXCHANGED, ContextShare
+from kernels.attention.cpu import attend_sequence, logit_blocks
+from kernels.attention.native import attend, attends, head_most
+from kernels.attention.scratch import Scratch
+from kernels.launch.dispatch import choose
+from kernels.launch.softmax import Softmax
+from kernels.prefill.dense import attend_past, prefill_dense_lse
+from kernels.prefill.merge import Part
+from kernels.select.topk import select_topk
+
+# gives a tensor [...] of every rank, in the order of ranks: [ranks, ...]
+Gathered = Callable[[torch.Tensor], torch.Tensor]
+
+
+def merged(part: Part, gathered: Gathered, dtype: torch.dtype) -> Part:
+    """Attention over the rows of all ranks, of each rank's part (out [.., H, D], lse [.., H]): (out
+    in `dtype`, lse float32), the same bits on every rank.
+    """
+    out, lse = part
+    parts = gathered(torch.cat([out.float(), lse.unsqueeze(-1)], -1))
+    outs, logs = parts[..., :-1], parts[..., -1:]
+    # weights that add up to 1, which exp(lse - rounded sum) would not
+    return (outs * logs.softmax(0)).sum(0).to(dtype), logs.logsumexp(0).squeeze(-1)
+
+
+def no_rows(q: torch.Tensor) -> Part:
+    """The part of a rank of which queries [.., H, D] see no row."""
+    return q.new_zeros(q.shape), q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
+
+
+def natively(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str) -> bool:
+    """Whether the C++ kernel attends; else torch's operators do."""
+    return choose(backend, q, lambda: attends(k, v, q.shape[-1])) == "native"
+
+
+def dense_part(
+    q: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    n: int,
+    scale: float,
+    softmax: Softmax,
+    scratch: Scratch,
+    backend: str,
+    scored: bool,
+) -> tuple[Part, torch.Tensor | None]:
+    """Attention of one query q [1, 1, H, D] to the first n of a rank's rows, K and V [1, Hkv, T,
+    D]: ((out, lse), the scaled and capped logits float32 [H, n] if `scored`). Mutates scratch.
+    """
+    (k, v), heads = rows, q.shape[2]
+    if not n:
+        return no_rows(q), q.new_empty(heads, 0, dtype=torch.float32) if scored else None
+    k, v = k[0, :, :n], v[0, :, :n]
+    if natively(q, k, v, backend):
+        held = None
+        if scored:
+            held = scratch.logits if scratch.logits.numel() >= heads * n else torch.empty(heads * n)
+        given = dict(logits=held, softmax=softmax, parts=scratch.part)
+        out, lse = attend(q[0], k, v, scale, **given)
+        return (out[None], lse[None]), None if held is None else held[: heads * n].view(heads, n)
+    out, lse = attend_sequence(q[0], k, v, scale, scratch.blocks, softmax)
+    logits = None
+    if scored:
+        logits = torch.empty(heads, n)
+        for start, stop, block in logit_blocks(q[0], k, scale, softmax=softmax):
+            logits[:, start:stop] = block.reshape(heads, -1)
+    return (out[None], lse[None]), logits
+
+
+def score(
+    logits: torch.Tensor, lse: torch.Tensor | None, scores: torch.Tensor, native: bool
+) -> None:
+    """Set scores [n] to the maxima over heads of exp(logits - lse), or of logits [H, n] without
+    lse. lse float32 [H] is over the rows of all ranks.
+    """
+    if not logits.shape[1]:
+        return
+    if native:
+        head_most(logits, None if lse is None else lse.contiguous(), scores)
+        return
+    raw = logits if lse is None else (logits - lse.unsqueeze(1)).exp()
+    torch.amax(raw, 0, out=scores)
+
+
+def sparse_part(
+    q: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    index: torch.Tensor,
+    tail: int,
+    n: int,
+    scale: float,
+    softmax: Softmax,
+    scratch: Scratch,
+    backend: str,
+) -> Part:
+    """Attention of one query q [1, 1, H, D] to a rank's rows index, int32 [m] ascending and below
+    `tail`, and its rows tail .. n-1: (out, lse). Mutates scratch.
+    """
+    k, v = rows[0][0], rows[1][0]
+    kept = len(index)
+    if kept + n - tail == 0:
+        return no_rows(q)
+    if natively(q, k, v, backend):
+        chosen = index[None] if kept else None
+        given = dict(softmax=softmax, parts=scratch.part, stop=n)
+        out, lse = attend(q[0], k, v, scale, chosen, kept, tail, **given)
+        return out[None], lse[None]
+    every = torch.cat([index, torch.arange(tail, n, dtype=index.dtype)])
+    k, v = (side.index_select(1, every) for side in (k, v))
+    out, lse = attend_sequence(q[0], k, v, scale, scratch.blocks, softmax)
+    return out[None], lse[None]
+
+
+def prompt_attention(
+    q: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    first: int,
+    share: ContextShare,
+    gathered: Gathered,
+    scale: float,
+    softmax: Softmax,
+    backend: str,
+) -> torch.Tensor:
+    """Causal attention of a chunk q [1, C, H, D] at positions from `first` on, whose rows the ranks
+    hold already; rows: K and V [1, Hkv, T, D] of this one. Returns [1, C, H, D] in q.dtype.
+
+    Queries at positions that a rank holds see its rows up to their own; between them lie queries
+    that see as many as the first of them. A rank so computes its part of the chunk's square too.
+    EXCHANGED queries at a time bound what is exchanged.
+    """
+    found = []
+    for begin in range(0, q.shape[1], EXCHANGED):
+        some = q[:, begin : begin + EXCHANGED]
+        part = _prompt_part(some, rows, first + begin, share, scale, softmax, backend)
+        found.append(merged(part, gathered, q.dtype)[0])
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+def _prompt_part(
+    q: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    first: int,
+    share: ContextShare,
+    scale: float,
+    softmax: Softmax,
+    backend: str,
+) -> Part:
+    """What a rank's rows bring to queries q [1, C, H, D] at positions from `first` on."""
+    outs, logs = [], []
+    for start, stop, held in share.spans(first, first + q.shape[1]):
+        some, seen = q[:, start - first : stop - first], share.count(start)
+        if held:
+            part = prefill_dense_lse(some, *rows, seen, scale, softmax, backend)
+        else:
+            past = [side[:, :, :seen] for side in rows]
+            own = attend_past(some, *past, scale, None, softmax, backend) if seen else None
+            part = own or no_rows(some)
+        outs.append(part[0].float())
+        logs.append(part[1])
+    return torch.cat(outs, 1), torch.cat(logs, 1)
+
+
+def candidates(scores: torch.Tensor, rows: torch.Tensor, share: ContextShare) -> torch.Tensor:
+    """A rank's list as one message, int32 [2, K]: the positions of its chosen rows int32 [K], -1
+    where there is none, and the bits of their scores [T] float32.
+    """
+    there = rows >= 0
+    safe = torch.where(there, rows, 0)
+    positions = torch.where(there, share.positions(safe), -1)
+    return torch.stack((positions, scores[safe.long()].view(torch.int32)))
+
+
+def winners(
+    lists: torch.Tensor, k: torch.Tensor, index: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """Write the k first of all ranks' lists [ranks, 2, K] to index int32 [1, K], ascending and then
+    -1, and how many they are to counts int32 [1]; k int32 [1]. Returns their scores float32.
+    """
+    positions, scores = lists[:, 0].flatten(), lists[:, 1].flatten()
+    there = positions >= 0
+    positions, order = positions[there].sort()
+    ranked = scores[there][order].view(torch.float32)
+    lo, hi = torch.zeros_like(counts), torch.full_like(counts, len(ranked))
+    chosen = torch.empty_like(index)
+    select_topk(ranked[None], lo, hi, k, chosen, counts)
+    places = chosen[0, : int(counts)].long()
+    index.fill_(-1)
+    index[0, : len(places)] = positions[places]
+    return ranked[places]
