@@ -97,6 +97,10 @@ class ShareLLM(LLM):
             )
         if self.split_by == "context":
             self._require_device(options.offload)
+            if self.config.bank != "model":
+                raise SettingError(
+                    f"bank: found {self.config.bank!r} with split_by='context', expected 'model'"
+                )
         else:
             self._require_whole_groups()
         self._require(self.method)

@@ -1,5 +1,5 @@
 """Every method and every family over ranks beside one process: `python -m tests.programs.ranks
-[--ranks N] [--only NAME ...]`.
+[--ranks N] [--split-by context] [--only NAME ...]`.
 
 Ranks are threads of one process, each with its own share of the model (tests/engine/ranks). A line
 for each method and each family: the greatest difference of a logit (float32; a prompt of 300 tokens
@@ -8,7 +8,7 @@ refused. Exit code 1 where one that runs differs by more than LIMIT.
 
 --model FOLDER: real processes hold this model instead, and write as many greedy tokens as one
 process does (--prompt, --steps), under each of a few methods and in both tiers. With
-OMNIKV_NATIVE=0 their sums go through Gloo.
+OMNIKV_NATIVE=0 their sums go through Gloo. --split-by context: each rank has its own tokens' rows.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def compared(one, many, method, prompt, steps) -> str:
     return f"{worst:.1e}, {sparse} sparse steps, selections {whose}{verdict}"
 
 
-def methods(folder: Path, ranks: int, only: list[str]) -> Iterator[tuple[str, str]]:
+def methods(folder: Path, ranks: int, only: list[str], split_by: str) -> Iterator[tuple[str, str]]:
     """(name, line) of every method of the table."""
     place = model_folder(folder / "methods")
     one, many = (
         LLM(place, method=Full(), **SETTINGS),
-        Together(place, ranks, method=Full(), **SETTINGS),
+        Together(place, ranks, split_by=split_by, method=Full(), **SETTINGS),
     )
     for row in ROWS:
         if not only or row.name in only:
@@ -73,7 +73,7 @@ def methods(folder: Path, ranks: int, only: list[str]) -> Iterator[tuple[str, st
                 yield row.name, compared(one, many, method, 300, 12)
 
 
-def families(folder: Path, ranks: int, only: list[str]) -> Iterator[tuple[str, str]]:
+def families(folder: Path, ranks: int, only: list[str], split_by: str) -> Iterator[tuple[str, str]]:
     """(name, line) of every variant of every family."""
     for name in VARIANTS:
         if only and name not in only:
@@ -82,7 +82,7 @@ def families(folder: Path, ranks: int, only: list[str]) -> Iterator[tuple[str, s
         make(place, name)
         settings = SETTINGS | dict(method=Full())
         try:
-            many = Together(place, ranks, **settings)
+            many = Together(place, ranks, split_by=split_by, **settings)
         except EngineError as error:
             yield name, f"refused: {error}"
             continue
@@ -100,12 +100,14 @@ def written(llm, method, offload, ids, steps):
         return torch.stack(logits), chosen, tokens
 
 
-def processes(model: str, ranks: int, prompt: int, steps: int) -> Iterator[tuple[str, str]]:
+def processes(
+    model: str, ranks: int, prompt: int, steps: int, split_by: str
+) -> Iterator[tuple[str, str]]:
     """(name, line) of methods over real processes; the last line is of exact mode."""
     sparse = OmniKV(tokens=64, dense_below=0)
     settings = dict(max_context=prompt + 2 * steps, dtype="float32", device="cpu", method=sparse)
     one = LLM(model, **settings, threads=1)
-    many = RankedLLM(model, ranks, timeout=600, **settings)
+    many = RankedLLM(model, ranks, split_by=split_by, timeout=600, **settings)
     ids = torch.randint(5, 5000, (prompt,), generator=torch.Generator().manual_seed(1)).tolist()
     methods = (Full(), sparse, StreamingLLM(tokens=64), SnapKV(tokens=64))
     for method in methods:
@@ -124,6 +126,13 @@ def processes(model: str, ranks: int, prompt: int, steps: int) -> Iterator[tuple
             wrong = "" if worst <= LIMIT and tokens == others else " DIFFERS"
             equal = sum(a == b for a, b in zip(tokens, others))
             yield name, f"{worst:.1e}, {equal} of {steps} tokens, selections equal: {same}{wrong}"
+    if split_by == "heads":
+        yield "exact", exactly(one, many, sparse, ids, steps)
+    many.close()
+
+
+def exactly(one, many, sparse, ids, steps) -> str:
+    """A line about exact mode's text beside full attention's."""
     params = SamplingParams(max_tokens=steps, ignore_eos=True)
     texts = []
     for llm, method in ((one, Full()), (many, Exact(sparse, draft=4))):
@@ -131,13 +140,13 @@ def processes(model: str, ranks: int, prompt: int, steps: int) -> Iterator[tuple
             texts.append([piece.token_id for piece in session.generate(ids, params)])
             stats = session.stats
     wrong = "" if texts[0] == texts[1] else " DIFFERS"
-    yield "exact", f"{stats.accepted} of {stats.drafted} drafts taken, full attention's text{wrong}"
-    many.close()
+    return f"{stats.accepted} of {stats.drafted} drafts taken, full attention's text{wrong}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.programs.ranks", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument("--split-by", default="heads", choices=("heads", "context"))
     parser.add_argument("--only", nargs="+", default=[], help="these methods and variants")
     parser.add_argument("--model", help="a model that real processes hold")
     parser.add_argument("--prompt", type=int, default=300, help="tokens read (with --model)")
@@ -146,9 +155,11 @@ def main() -> int:
     warnings.simplefilter("ignore")
     counts = {"equal": 0, "refused": 0, "DIFFERS": 0}
     with tempfile.TemporaryDirectory() as folder:
-        parts = [part(Path(folder), args.ranks, args.only) for part in (methods, families)]
+        parts = [
+            part(Path(folder), args.ranks, args.only, args.split_by) for part in (methods, families)
+        ]
         if args.model:
-            parts = [processes(args.model, args.ranks, args.prompt, args.steps)]
+            parts = [processes(args.model, args.ranks, args.prompt, args.steps, args.split_by)]
         for part in parts:
             for name, line in part:
                 kind = "refused" if line.startswith("refused") else "equal"

@@ -70,7 +70,7 @@ class ContextShare:
     ranks: int
 
     def count(self, n: int) -> int:
-        """How many of the positions below n it holds: the row of position n, where it holds that."""
+        """How many of the positions below n it holds, which is the row of n where it holds that."""
         turns, rest = divmod(n, BLOCK * self.ranks)
         return turns * BLOCK + min(max(rest - self.rank * BLOCK, 0), BLOCK)
 

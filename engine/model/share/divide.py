@@ -86,8 +86,6 @@ def undealt(config: ModelConfig) -> str:
         return "has layers that read the rows of others"
     if config.block.sinks:
         return "has sinks under its heads, which every rank would count"
-    if config.bank != "model":
-        return f"was given a bank in {config.bank}, expected bank='model'"
     return ""
 
 
