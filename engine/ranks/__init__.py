@@ -1,1 +1,1 @@
-"""One model over several processes, split by heads: on torch.distributed, driven by rank 0."""
+"""One model over several processes, split by heads or by context, driven by rank 0."""

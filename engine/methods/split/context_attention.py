@@ -73,8 +73,8 @@ def dense_part(
         held = None
         if scored:
             held = scratch.logits if scratch.logits.numel() >= heads * n else torch.empty(heads * n)
-        given = dict(logits=held, softmax=softmax, parts=scratch.part)
-        out, lse = attend(q[0], k, v, scale, **given)
+        some = q[0], k, v, scale
+        out, lse = attend(*some, logits=held, softmax=softmax, parts=scratch.part)
         return (out[None], lse[None]), None if held is None else held[: heads * n].view(heads, n)
     out, lse = attend_sequence(q[0], k, v, scale, scratch.blocks, softmax)
     logits = None
@@ -119,9 +119,8 @@ def sparse_part(
     if kept + n - tail == 0:
         return no_rows(q)
     if natively(q, k, v, backend):
-        chosen = index[None] if kept else None
-        given = dict(softmax=softmax, parts=scratch.part, stop=n)
-        out, lse = attend(q[0], k, v, scale, chosen, kept, tail, **given)
+        some = q[0], k, v, scale, index[None] if kept else None, kept, tail
+        out, lse = attend(*some, softmax=softmax, parts=scratch.part, stop=n)
         return out[None], lse[None]
     every = torch.cat([index, torch.arange(tail, n, dtype=index.dtype)])
     k, v = (side.index_select(1, every) for side in (k, v))
@@ -170,8 +169,8 @@ def _prompt_part(
         if held:
             part = prefill_dense_lse(some, *rows, seen, scale, softmax, backend)
         else:
-            past = [side[:, :, :seen] for side in rows]
-            own = attend_past(some, *past, scale, None, softmax, backend) if seen else None
+            k, v = (side[:, :, :seen] for side in rows)
+            own = attend_past(some, k, v, scale, None, softmax, backend) if seen else None
             part = own or no_rows(some)
         outs.append(part[0].float())
         logs.append(part[1])

@@ -204,6 +204,25 @@ def test_sessions_go_back_fork_and_change_their_method(one, many):
         assert all(torch.allclose(theirs[k], scores[k], atol=1e-5) for k in scores)
 
 
+def test_prompts_are_scored_as_by_one_process(one, many):
+    want = one.score(ids_of(150), 2)
+    for found in many.each(lambda llm: llm.score(ids_of(150), 2)):
+        assert found.logprobs[1:] == pytest.approx(want.logprobs[1:], abs=CLOSE)
+
+
+@pytest.mark.parametrize("settings", [dict(weights="int4"), dict(dtype="bfloat16")], ids=str)
+def test_other_weights(tmp_path, settings):
+    """In bfloat16 a last bit of rounding is a step of its own: 2**-8 of a logit's size."""
+    sizes = dict(hidden_size=64, head_dim=32, intermediate_size=128, num_attention_heads=4)
+    folder = model_folder(tmp_path, num_hidden_layers=5, **sizes)
+    given = {**SETTINGS, **settings, "method": replace(SPARSE, filter_layers=(1,))}
+    want = answered(LLM(folder, **given), None, 131)[0]
+    close = CLOSE if "weights" in settings else 0.02 * float(want.abs().max())
+    together = Together(folder, 2, split_by="context", **given)
+    for found, _, stats in together.each(answered, None, 131):
+        assert float((found - want).abs().max()) < close and stats.sparse_steps == 4
+
+
 def test_each_rank_holds_and_sends_what_is_planned(one, many):
     config = one.config
     size = len(many.llms)
