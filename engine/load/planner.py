@@ -174,6 +174,8 @@ class Planner:
             chunk = chunk or default_chunk(self.device.type, self.config)
             max_context = self.stream_rows(method, layers, chunk)
         model = self.name, self.config, method, layers, self.dtype, self.device
+        # ranks that hold all weights each, on one machine
+        ranks = self.config.context.ranks if self.config.context else 1
         plan = make_plan(
             *model,
             max_context,
@@ -190,6 +192,7 @@ class Planner:
             idle_host=self.host_tier.idle,
             savepoints=options.savepoints,
             staging=self.staging,
+            shared_by=(ranks, ranks),
         )
         plan = replace(plan, staging=self.staging, link_rate=self.host_tier.rate)
         if not options.forever:

@@ -244,6 +244,10 @@ def test_each_rank_holds_and_sends_what_is_planned(one, many):
         assert before.bytes - first.bytes == part * (200 * (config.num_layers - 1) + 1)
         assert llm.plan().bytes_of("context bank") == held_here
         held += held_here
+    plan = many.llms[0].planner.plan(ram_budget=10**9)
+    whole_machine = one.planner.plan(ram_budget=10**9)
+    assert plan.free == whole_machine.free // size
+    assert plan.free_name == f"1/{size} of {whole_machine.free_name}"
     landing = 2 * config.kv_bytes(4) * size
     assert held - landing == one.plan().bytes_of("context bank")
 
