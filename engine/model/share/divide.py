@@ -66,8 +66,8 @@ def context_share_of(config: ModelConfig, rank: int, ranks: int) -> ModelConfig:
     why = undealt(config)
     if why:
         raise SettingError(
-            f"split_by: found 'context', but {config.family} {why}; use split_by='heads' or one "
-            "process"
+            f"split_by: found 'context', but {config.family} {why}; use one process or another "
+            "split (docs/PARALLEL.md)"
         )
     if ranks > MOST_RANKS:
         raise SettingError(f"ranks: found {ranks}, expected at most {MOST_RANKS}")

@@ -27,6 +27,7 @@ from tests.builders import POCKET
 from tests.engine.ranks.model import SETTINGS, ids_of, model_folder
 from tests.engine.ranks.test_merge import planted, whole
 from tests.engine.ranks.threads import Together
+from tests.weights.quantised_files import write
 
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1, 131, 307)
 SPARSE = OmniKV(filter_layers=(1, 4), tokens=20, tail=64, dense_below=0)
@@ -221,6 +222,17 @@ def test_other_weights(tmp_path, settings):
     together = Together(folder, 2, split_by="context", **given)
     for found, _, stats in together.each(answered, None, 131):
         assert float((found - want).abs().max()) < close and stats.sparse_steps == 4
+
+
+def test_weights_that_come_in_few_bits(tmp_path):
+    """Heads do not split them; here they are whole."""
+    config, _ = write(tmp_path / "m", "w4a16, channels")
+    given = dict(dtype="float32", device="cpu", threads=1, method=Full())
+    ids = [1 + place % (config.vocab_size - 1) for place in range(min(131, config.max_positions))]
+    want = LLM(tmp_path / "m", **given).session().prefill(ids)
+    together = Together(tmp_path / "m", 2, split_by="context", **given)
+    for found in together.each(lambda llm: llm.session().prefill(ids)):
+        assert float((found - want).abs().max()) < CLOSE
 
 
 def test_each_rank_holds_and_sends_what_is_planned(one, many):
