@@ -339,8 +339,10 @@ def written(llm):
 
 
 def test_three_ranks_write_the_shipped_model_s_text():
-    want = written(LLM(POCKET, **SHIPPED))
-    three = Together(POCKET, 3, split_by="context", **SHIPPED)
+    """A chunk here is exchanged in two parts, and ends inside a block."""
+    given = {**SHIPPED, "chunk": EXCHANGED + 44}
+    want = written(LLM(POCKET, **given))
+    three = Together(POCKET, 3, split_by="context", **given)
     assert three.each(written) == [want] * 3
 
 
