@@ -179,21 +179,7 @@ def _length_flags(add: Callable) -> None:
 
 
 def _placement_flags(add: Callable) -> None:
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add(
-        "--devices",
-        type=devices,
-        metavar="D,D,...",
-        help="divide the layers, with their weights and their part of the bank, over several "
-        "devices: numbers of GPUs, cuda:N or cpu, such as 0,1 (docs/PARALLEL.md)",
-    )
-    add(
-        "--split",
-        type=shares,
-        metavar="N:N:...",
-        help="with --devices: the layers of each device, or what they are in proportion to, such "
-        "as 1:3 (default: by bytes and free memory)",
-    )
+    _device_flags(add)
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add(
         "--weights",
@@ -248,6 +234,24 @@ def _placement_flags(add: Callable) -> None:
         help="use at most this much GPU memory, such as 24 or 512MB",
     )
     add("--ram-budget", type=gigabytes, metavar="GB", help="use at most this much RAM")
+
+
+def _device_flags(add: Callable) -> None:
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add(
+        "--devices",
+        type=devices,
+        metavar="D,D,...",
+        help="divide the layers, with their weights and their part of the bank, over several "
+        "devices: numbers of GPUs, cuda:N or cpu, such as 0,1 (docs/PARALLEL.md)",
+    )
+    add(
+        "--split",
+        type=shares,
+        metavar="N:N:...",
+        help="with --devices: the layers of each device, or what they are in proportion to, such "
+        "as 1:3 (default: by bytes and free memory)",
+    )
 
 
 def _method_flags(add: Callable) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,6 +63,12 @@ class Free(NamedTuple):
     host: int
     host_name: str
     shared: bool = False
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a plan says of it."""
+        own = dict(free=self.bytes, free_name=self.name, shared=self.shared)
+        return dict(**own, host_free=self.host, host_name=self.host_name)
 
     def divided(self, parts: int, host_parts: int) -> Free:
         """What one has of it where so many share the device, and host memory."""
