@@ -59,8 +59,8 @@ TABLE = (
     Breakage(
         "the bits of a product depend on who else is in it",
         "engine/runner/step_runner.py",
-        r"TorchLayer\(loaded.model, backend=backend\)",
-        'TorchLayer(loaded.model, backend="cpu")',
+        r"torch_layer\(loaded.model, backend=backend\)",
+        'torch_layer(loaded.model, backend="cpu")',
         (f"{BATCH}::test_the_weights_are_read_once",),
     ),
     Breakage(

@@ -119,7 +119,7 @@ FINDINGS = (
     Breakage(
         "F9 a step that broke off leaves counts in the top-k's histogram",
         "engine/runner/rollback.py",
-        r"session\.runtime\.setup\.scratch\.clear\(\)",
+        r"session\.runtime\.clear_scratch\(\)",
         "pass",
         ("tests/kernels/test_broken_step.py::test_a_step_that_broke_off_leaves_no_counts",),
     ),

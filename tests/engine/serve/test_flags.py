@@ -33,6 +33,8 @@ ASKED = [
     ("--forever", {"forever": True, "method": None}),
     ("--forever --tokens 64", {"tokens": 64}),
     ("--device cpu", {"device": "cpu"}),
+    ("--devices cpu,cpu", {"devices": ("cpu", "cpu")}),
+    ("--devices cpu,cpu --split 1:3", {"split": (1, 3)}),
     ("--dtype float32", {"dtype": "float32"}),
     ("--weights int4", {"weights": "int4"}),
     ("--weights-offload 3", {"weights_offload": 3}),
@@ -70,7 +72,7 @@ def flags_of(parser, titles=None):
 
 def test_every_flag_that_says_what_runs_is_in_both_programs_and_in_this_table():
     shared = flags_of(chat_flags.parser(), SHARED)
-    assert len(shared) == 33 and not shared - flags_of(serve.parser())
+    assert len(shared) == 35 and not shared - flags_of(serve.parser())
     tried = {word for flags, _ in ASKED for word in flags.split() if word.startswith("--")}
     assert shared - tried == {"--calibrate"}  # refused: see below
     helps = [

@@ -58,7 +58,7 @@ BUGS = (
 BATCH_BUGS = (
     Breakage(
         "a step of a batch runs over a state that an interrupt tore",
-        "engine/batch/batch.py",
+        "engine/batch/stepping.py",
         r"    replay\(session\)  # an interrupt.*\n",
         "",
         (),
