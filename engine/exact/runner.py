@@ -189,17 +189,15 @@ class ExactRunner(StepRunner):
     def _draft(self, n: int) -> tuple[list[int], DraftLength, float]:
         """(drafts of what follows the n-th token, who made them, what the cycle costs)."""
         dense = self.dense_runtime.rows_read(n)
+        own, kept = self._draft_rows(n)
+        early = self._method.early_exit > 0
+        first, later = self._costs.draft(own, True), self._costs.draft(kept, early)
 
         def copied(d: int) -> float:
             return self._costs.full(dense, d + 1)
 
         def drafted(d: int) -> float:
-            if not d:
-                return copied(d)
-            own, kept = self._draft_rows(n)
-            early = self._method.early_exit > 0
-            first, later = self._costs.draft(own, True), self._costs.draft(kept, early)
-            return copied(d) + first + later * (d - 1)
+            return copied(d) + (first + later * (d - 1) if d else 0.0)
 
         count, found = self._agreed(*self._wanted(n, copied, drafted))
         if found:

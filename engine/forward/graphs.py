@@ -80,16 +80,22 @@ class SplitGraphedStep(GraphedStep):
     It has run on no machine with two GPUs.
     """
 
-    _parts: dict[int, list[_Part]]
-    _lengths: list[torch.Tensor]
+    def __init__(
+        self,
+        decoder: Decoder,
+        needs: Needs,
+        token: torch.Tensor,
+        length: torch.Tensor,
+        bank: Bank,
+        graphs: bool,
+    ):
+        super().__init__(decoder, needs, token, length, bank, graphs)
+        self._parts: dict[int, list[_Part]] = {}
+        self._lengths = [length.to(part.device, copy=True) for part in decoder.model.parts]
 
     def __call__(self, n: int) -> torch.Tensor:
         if not self.captures:
             return super().__call__(n)
-        if not hasattr(self, "_parts"):
-            devices = [part.device for part in self._decoder.model.parts]
-            self._parts = {}
-            self._lengths = [self._length.to(device, copy=True) for device in devices]
         for length in self._lengths:
             length.copy_(self._length, non_blocking=True)
         bucket = bucket_for(n, self._bank.capacity)

@@ -391,7 +391,8 @@ def _unlike(
     """Say which result of a `_Layer` differs. coarse: rows of so few bits that a sum's last bit may
     be a step of theirs.
     """
-    for name, one, other in zip(_Layer.RESULTS, found, wanted):
+    names = _Layer.RESULTS[: len(wanted)]  # a part before the last has no logits
+    for name, one, other in zip(names, found, wanted, strict=True):
         stored = coarse and name in ("K", "V")
         why = "" if stored else differs(name, one, other, dtype)
         if why := why or differs_overall(name, one, other, COARSE if stored else OVERALL):

@@ -142,8 +142,8 @@ class Planner:
     def _stream_what_does_not_fit(self, layers: LayerPlan) -> None:
         """Plan with the fewest layers that have to stream, where the model would be refused."""
         options, config, plan = self.options, self.config, self._plan
-        by_itself = options.weights_offload == "auto" and self.device.type == "cuda"
-        by_itself = by_itself and not self.devices
+        one_gpu = self.device.type == "cuda" and not self.devices
+        by_itself = one_gpu and options.weights_offload == "auto"
         if not by_itself or plan.shared or plan.fits_device or not movable(config, self._triton):
             return
         context = options.max_context or min(config.max_positions, CONTEXT)

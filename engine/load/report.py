@@ -325,13 +325,11 @@ class Plan:
         """Say what streamed weights cost, before anything is loaded."""
         if self.staging is None:
             return []
-        lines, chunks = (
-            [self.streaming.replace("weights", "weights  ", 1)],
-            -(-self.max_context // self.chunk),
-        )
+        lines = [self.streaming.replace("weights", "weights  ", 1)]
         if self.device == "cpu":
             return lines
         rate, said = self._rate
+        chunks = -(-self.max_context // self.chunk)
         lines.append(
             f"reading   {self.max_context} tokens brings {human(self.prompt_weight_bytes)} of "
             f"weights over in chunks of {self.chunk} ({chunks} x {human(self.staged_bytes)}): "

@@ -62,14 +62,11 @@ def placement_text(llm: RankedLLM) -> str:
     lines = []
     for one in placements(llm):
         cores = f", cores {_numbers(one.cores)}" if one.cores else ""
-        whole, held = (
-            "all " if one.tokens is not None else "",
-            (
-                f"query heads {_numbers(range(*one.heads))}, "
-                f"K/V heads {_numbers(range(*one.kv_heads))}"
-            ),
-        )
-        if one.tokens is not None:
+        if one.tokens is None:
+            heads, kv_heads = (_numbers(range(*own)) for own in (one.heads, one.kv_heads))
+            whole, held = "", f"query heads {heads}, K/V heads {kv_heads}"
+        else:
+            whole = "all "
             held = f"{one.tokens} of {llm.max_context} tokens, in blocks of {BLOCK} in turn"
         lines.append(
             f"rank {one.rank}: {whole}weights {human(one.weights)}, bank {human(one.bank)}, "

@@ -30,7 +30,7 @@ _BINDING = TileBinding("products in tiles", omnikv_sizeof_tiled_product=_Call)
 
 def tiles_multiply(weight: torch.Tensor) -> bool:
     """Tell whether tiles of AMX run here (kernels/native/amx.py) and multiply many rows by a weight
-    as it lies: bfloat16, contiguous.
+    [O, I] as it lies: bfloat16, contiguous.
     """
     ours = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
     return ours and weight.is_contiguous() and _BINDING.usable()

@@ -82,8 +82,8 @@ def attends_prompt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def tiles_take(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether tiles of AMX run here (kernels/native/amx.py) and multiply q and rows k: bfloat16 by
-    bfloat16, or 16 bits by int8.
+    """Whether tiles of AMX run here (kernels/native/amx.py) and multiply q [C, H, D] and rows k
+    [Hkv, n, >= D]: bfloat16 by bfloat16, or 16 bits by int8.
     """
     if k.dtype == torch.int8:
         known = q.dtype != torch.float32 and q.shape[-1] <= WIDEST

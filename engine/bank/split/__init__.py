@@ -1,1 +1,1 @@
-"""The bank and the query ring of a session whose layers lie on several devices."""
+"""Banks of which a device has some layers, or a rank some tokens."""

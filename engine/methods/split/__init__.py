@@ -1,1 +1,1 @@
-"""Methods over a model whose layers lie on several devices."""
+"""Methods over layers that lie on several devices, or tokens that lie on several ranks."""
