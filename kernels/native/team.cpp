@@ -124,7 +124,7 @@ void *work(void *number) {
             wake(mine);
             Pieces own = {lanes, count, piece, threads, mine, 0, 0};
             body(what, own);
-            lanes[mine].taken = own.taken;
+            lanes[mine].taken += own.taken;  // a thread woken late by another of this call comes twice
         }
         if ((door.fetch_sub(1) & INSIDE) == 1 && waits.load()) {
             pthread_mutex_lock(&last);

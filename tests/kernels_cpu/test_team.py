@@ -40,6 +40,14 @@ def test_threads_begin_with_equally_many_pieces_and_nobody_is_left_alone(threads
         assert max(begun) - min(begun) <= 1
 
 
+def test_what_threads_took_is_counted_though_one_comes_twice():
+    """A thread that another wakes late finds the call it was in, and takes nothing of it."""
+    for _ in range(1000):
+        team.marks(64, 24, 1)
+        begun, taken = team.last()
+        assert sum(taken) == sum(begun) == 24
+
+
 @pytest.fixture
 def threads_of():
     """Set torch's number of threads, which kernels take, and put it back."""
