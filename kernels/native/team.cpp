@@ -3,13 +3,12 @@
 // gives no core, is not waited for. OpenMP's team waits for all of its threads, at every call.
 //
 // Between two calls a thread looks for the next one for a while, for to sleep and to be woken takes tens of
-// microseconds, as long as a call does. It stops looking as soon as the system takes its core away for
-// somebody else: then it sleeps at once, for longer and longer while that goes on.
+// microseconds, as long as a call does. It stops looking where others have its core for more than a twentieth
+// of the time: then it sleeps at once, for longer and longer while that goes on.
 #include "team.h"
 
 #include <pthread.h>
 #include <signal.h>
-#include <sys/resource.h>
 #include <time.h>
 
 namespace {
@@ -18,14 +17,15 @@ constexpr int MOST = 256;           // threads of a call
 constexpr int FAN = 4;              // threads that each thread wakes: who wakes all of 64 takes longer than a call
 constexpr long LOOKS = 100'000;     // nanoseconds that a thread looks for a call; between two of a step pass 10
 constexpr long LEAVES = 20'000;     // .. that a caller looks whether the last threads have left
-constexpr long AWAY = 100'000;      // .. between two looks that say the core was taken away
-constexpr long ASLEEP = 5'000'000, LONGEST = 640'000'000;  // .. for which it then looks no more
+constexpr long AWAY = 2'000'000;    // .. that others may have its core, beside one part in MAY of the time
+constexpr long MAY = 20;
+constexpr long ASLEEP = 5'000'000, LONGEST = 640'000'000;  // .. for which a thread then looks no more
 constexpr uint64_t INSIDE = 0xffff, OPEN = 1 << 16, CALL = 1 << 17;  // parts of the door
 constexpr size_t STACK = 8 << 20;
 
-inline long now() {
+inline long now(clockid_t clock = CLOCK_MONOTONIC) {
     timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
+    clock_gettime(clock, &t);
     return t.tv_sec * 1'000'000'000L + t.tv_nsec;
 }
 
@@ -55,25 +55,25 @@ int threads, workers;  // of the call; that were started, beside callers
 pthread_mutex_t last = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t left = PTHREAD_COND_INITIALIZER;
 
-// Whether a thread may look for calls, by what the system did to it.
+// Whether a thread may look for calls, by how long others had its core while it was not asleep. A daemon that
+// runs now and then takes less than a hundredth, a busy program half.
 struct Watch {
-    long until = 0, rest = ASLEEP, clean = 0, taken = 0, looked = 0;
+    long until = 0, rest = ASLEEP, looked = 0, ran = 0, owed = 0;
 
-    void disturbed(long at) {
-        until = at + rest, clean = until;
-        rest = 2 * rest < LONGEST ? 2 * rest : LONGEST;
-    }
-    // Counts how often the system took the core away, once a millisecond.
+    void woken() { looked = now(), ran = now(CLOCK_THREAD_CPUTIME_ID); }
     void look(long at) {
-#if defined(RUSAGE_THREAD)
-        if (at - looked < 1'000'000) return;
-        looked = at;
-        rusage use;
-        if (getrusage(RUSAGE_THREAD, &use)) return;
-        if (use.ru_nivcsw != taken) disturbed(at);
-        taken = use.ru_nivcsw;
-#endif
-        if (at > clean + 2 * LONGEST) rest = ASLEEP;
+        const long passed = at - looked;
+        if (passed < 1'000'000) return;
+        const long used = now(CLOCK_THREAD_CPUTIME_ID), away = passed - (used - ran);
+        looked = at, ran = used;
+        owed = owed > passed / MAY ? owed - passed / MAY : 0;
+        if ((owed += away) > AWAY) disturbed(at);
+    }
+    // Sleeps for twice as long as the last time, or half where it was left alone for long since.
+    void disturbed(long at) {
+        rest = at - until < 4 * rest + 8 * owed ? 2 * rest : rest / 2;
+        rest = rest < ASLEEP ? ASLEEP : rest < LONGEST ? rest : LONGEST;
+        until = at + rest, owed = 0;
     }
 };
 
@@ -90,15 +90,14 @@ void wake(int mine) {
 
 // Waits until the door shows another call than `seen`.
 void await(int mine, uint64_t seen, bool looks, Watch &watch) {
-    long began = now();
-    watch.look(began);
-    for (long at = began, before; looks && at >= watch.until && at - began < LOOKS;) {
+    const long began = now();
+    for (long at = began; looks && at - began < LOOKS; at = now()) {
+        watch.look(at);
+        if (at < watch.until) break;
         for (int i = 0; i < 8; i++) {
             if (door.load(std::memory_order_relaxed) / CALL != seen) return;
             relax();
         }
-        before = at, at = now();
-        if (at - before > AWAY) watch.disturbed(at);
     }
     Sleeper &s = sleepers[mine];
     pthread_mutex_lock(&s.lock);
@@ -106,6 +105,7 @@ void await(int mine, uint64_t seen, bool looks, Watch &watch) {
     if (door.load() / CALL != seen) s.asleep.store(0);
     while (s.asleep.load()) pthread_cond_wait(&s.woken, &s.lock);
     pthread_mutex_unlock(&s.lock);
+    watch.woken();
 }
 
 void *work(void *number) {

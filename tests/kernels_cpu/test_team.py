@@ -186,3 +186,67 @@ def test_the_thread_sanitizer_finds_no_race(tmp_path):
     if "unexpected memory mapping" in found.stderr:
         pytest.skip("a kernel that the thread sanitizer does not run on")
     assert (found.returncode, found.stdout) == (0, "0"), found.stderr[:3000]
+
+
+# A thread with a clock of its own, whose core others have for `away` of every `each` nanoseconds:
+# prints in how much of ten seconds it looks for calls.
+LOOKING = """
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+static long wall = 1000000000, mine;
+static int clock_of_test(clockid_t clock, timespec *t) {
+    const long at = clock == CLOCK_MONOTONIC ? wall : mine;
+    t->tv_sec = at / 1000000000, t->tv_nsec = at % 1000000000;
+    return 0;
+}
+#define clock_gettime clock_of_test
+#include "team.cpp"
+int main(int, char **words) {
+    const long each = atol(words[1]), away = atol(words[2]), tick = 50000;
+    Watch watch;
+    watch.woken();
+    long looked = 0, gone = 0;
+    for (long at = 0; at < 10000000000; at += tick) {
+        wall += tick, mine += tick, gone += tick;
+        if (gone >= each - away) wall += away, at += away, gone = 0;
+        if (wall < watch.until) {
+            watch.woken();  // it slept between two calls
+            continue;
+        }
+        watch.look(wall);
+        looked += wall >= watch.until ? tick : 0;
+    }
+    printf("%.3f", looked / 1e10);
+}
+"""
+
+
+def test_a_thread_looks_for_calls_unless_others_want_its_core(tmp_path):
+    """Not looked for: a call costs a wake of 20 us, a third of a step of a small model. Looked for
+    beside a busy program: the half of a core that is not the team's.
+    """
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no compiler")
+    (tmp_path / "looking.cpp").write_text(LOOKING)
+    made = tmp_path / "looking"
+    flags = ["-std=c++17", "-O1", "-pthread", f"-I{FOLDER}"]
+    built = subprocess.run(
+        [compiler, *flags, str(tmp_path / "looking.cpp"), "-o", str(made)],
+        capture_output=True,
+        text=True,
+    )
+    assert not built.returncode, built.stderr[:2000]
+
+    def share(each_us, away_us):
+        words = [str(each_us * 1000), str(away_us * 1000)]
+        return float(subprocess.run([made, *words], capture_output=True, text=True).stdout)
+
+    assert share(10**8, 0) == 1.0  # nobody else
+    assert share(40_000, 200) > 0.99  # a daemon, 25 times a second
+    assert share(10_000, 400) > 0.9  # several
+    assert share(300_000, 4_000) > 0.5  # a short program, three times a second
+    assert share(8_000, 4_000) < 0.02  # a busy program, at ticks of 4 ms
+    assert share(2_000, 1_000) < 0.02  # .. and of 1 ms
+    assert share(100_000, 90_000) < 0.02  # a container's quota that is used up
