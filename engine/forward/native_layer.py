@@ -1,6 +1,7 @@
 """The halves of a layer in a decode step on a CPU, by the C++ kernels: norm with q/k/v, rotation
 with the store, output projection with the residual, norm with gate, up and SwiGLU, down with the
-residual.
+residual. And those of a prompt's chunk, whose products are whatever is fastest for so many rows,
+with norms, rotation and SwiGLU between them.
 
 Five calls a layer beside attention, where torch's operators are 60. They round where torch's
 operators round; only the order of sums differs. Of a family's own, some stays with torch's
@@ -13,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from engine.bank.base import Step
 from engine.forward.layer import LayerForm, TorchLayer, split_rows
@@ -25,13 +25,21 @@ from engine.model.llama import (
     activated_mlp,
     attention_out,
     normed_heads,
+    post_attention,
+    pre_attention,
     through_mlp,
 )
 from engine.model.recurrent import Mixed
 from engine.model.rope import apply_rope
 from engine.model.share.matrix import Joined
 from kernels.layer.linear import Linear
-from kernels.layer.native_step import normalize_rows, rotate_store, usable
+from kernels.layer.native_step import (
+    normalize_rows,
+    rotate_rows,
+    rotate_store,
+    swiglu_rows,
+    usable,
+)
 from kernels.quant.linear import QuantisedLinear
 from kernels.quant.native import product as multiply_few_bits
 
@@ -113,6 +121,37 @@ class NativeLayer:
             queries.append(turned[:, :, :heads])
         return queries
 
+    def before_chunk(
+        self,
+        layer: Layer,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `pre_attention` of engine/model/llama.py, for a prompt's chunk."""
+        block, width = layer.block, layer.block.qk_norm == "width"
+        one = layer.q_norm is not None and layer.k_norm is None
+        if layer.latent is not None or block.unit_values or one:
+            return pre_attention(layer, x, cos, sin, heads, kv_heads, head_dim, eps)
+        qkv = multiply(x, layer.qkv, norm=layer.input_norm, eps=eps, offset=self._offset)
+        qkv = qkv.view(*x.shape[:2], -1, head_dim)
+        v = qkv[:, :, qkv.shape[2] - kv_heads :]
+        if qkv.shape[2] < heads + 2 * kv_heads:
+            v = v.clone()  # layers take k before its norm for v
+        norms = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = layer.q_norm, layer.k_norm
+        if norms is not None and width:
+            self._norm_whole(layer, qkv[..., :heads, :], qkv[..., heads : heads + kv_heads, :])
+            norms = None
+        angles = cos.contiguous(), sin.contiguous()
+        turned = rotate_rows(qkv, *angles, heads, kv_heads, norms, eps, self._offset)
+        return turned[:, :, :heads], turned[:, :, heads:], v, qkv[:, :, :heads]
+
     def _norm_whole(self, layer: Layer, q: torch.Tensor, k: torch.Tensor) -> None:
         """Norm all heads of q [B, Q, H, D] at once, and of k, in place."""
         assert layer.q_norm is not None and layer.k_norm is not None
@@ -145,6 +184,14 @@ class NativeLayer:
         layer = self.model.layers[number]
         if layer.laurel is not None:
             return self._plain.after(number, x, attended)
+        return self.after_chunk(layer, x, attended, self._eps)
+
+    def after_chunk(
+        self, layer: Layer, x: torch.Tensor, attended: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """As `post_attention` of engine/model/llama.py, for a step's tokens or a prompt's chunk."""
+        if layer.laurel is not None:
+            return post_attention(layer, x, attended, eps)
         if layer.latent is not None and attended.dim() == 4:
             attended = layer.latent.values(attended)
         attended = attended.flatten(2)
@@ -234,8 +281,7 @@ def multiply(
         return multiply_few_bits(x, matrix.panels, matrix.bias, residual, gated, kept)
     y = matrix(x)
     if gated:
-        gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate) * up
+        y = swiglu_rows(y)
     if residual is not None:
         y = residual + y
     return y.float() if wide else y

@@ -1,5 +1,6 @@
-"""What a layer of a decode step does beside its products and attention, by the C++ kernels: the
-norm, and the rotation of queries and keys with the store of the new rows.
+"""What a layer does beside its products and attention, by the C++ kernels: the norm; in a decode
+step the rotation of queries and keys with the store of the new rows; for a prompt's chunk the
+rotation alone, and SwiGLU between its products.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.layer.norm import normalize_rows_ref
+from kernels.layer.prompt_fused import rotate_rows_ref, swiglu_rows_ref
 from kernels.layer.rotate_store import rotate_store_ref
 from kernels.native.kinds import FLOATS
 from kernels.native.library import Binding, Case, loaded
@@ -45,7 +47,22 @@ class _Call(ctypes.Structure):
     ]
 
 
-_BINDING = Binding("norm and rotation", omnikv_sizeof_step_call=_Call)
+class _Rows(ctypes.Structure):
+    """`Rows` of step.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("qkv", "cos", "sin", "out")),
+        *((name, ctypes.c_int) for name in ("tokens", "angles", "all", "heads", "kv_heads")),
+        *((name, ctypes.c_int) for name in ("dim", "pairs", "threads")),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm")),
+        ("wide", ctypes.c_int),
+        ("offset", ctypes.c_float),
+    ]
+
+
+_SIZES = dict(omnikv_sizeof_step_call=_Call, omnikv_sizeof_step_rows=_Rows)
+_BINDING = Binding("norm and rotation", **_SIZES)
 
 
 def usable() -> bool:
@@ -63,7 +80,8 @@ def normalize_rows(
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     size = x.shape[-1]
     given = x.data_ptr(), weight.data_ptr(), out.data_ptr(), FLOATS[x.dtype]
-    _functions()[0](*given, x.numel() // size, size, eps, offset is not None, offset or 0.0)
+    how = offset is not None, offset or 0.0, torch.get_num_threads()
+    _functions()["normalize"](*given, x.numel() // size, size, eps, *how)
     return out
 
 
@@ -102,18 +120,60 @@ def rotate_store(
         eps, *((None, None) if norms is None else (norm.data_ptr() for norm in norms)),
         offset is not None, offset or 0.0,
     )  # fmt: skip
-    _functions()[1](ctypes.byref(call), FLOATS[qkv.dtype])
+    _functions()["rotate_store"](ctypes.byref(call), FLOATS[qkv.dtype])
+    return out
+
+
+def rotate_rows(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+    offset: float | None = None,
+) -> torch.Tensor:
+    """Rotate the pairs (i, i + R/2) of q and k of a prompt's chunk, as
+    kernels/layer/prompt_fused.py does.
+
+    qkv [B, S, N, D] contiguous, N >= heads + kv_heads; cos, sin float32 [1 or B, S, R/2]
+    contiguous, R <= D: dimensions from R on stay. norms, eps, offset: of q and k, as `rotate_store`
+    takes them. Returns [B, S, heads + kv_heads, D], new. Mutates qkv where there are norms.
+    """
+    batch, length, held, dim = qkv.shape
+    out = torch.empty(batch, length, heads + kv_heads, dim, dtype=qkv.dtype)
+    rows = _Rows(
+        qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
+        batch * length, cos.shape[0] * length, held, heads, kv_heads, dim, cos.shape[-1],
+        torch.get_num_threads(), eps,
+        *((None, None) if norms is None else (norm.data_ptr() for norm in norms)),
+        offset is not None, offset or 0.0,
+    )  # fmt: skip
+    _functions()["rotate_rows"](ctypes.byref(rows), FLOATS[qkv.dtype])
+    return out
+
+
+def swiglu_rows(gate_up: torch.Tensor) -> torch.Tensor:
+    """Compute silu(gate) * up of gate_up [..., 2 N], as kernels/layer/prompt_fused.py does: [...,
+    N], new.
+    """
+    gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
+    out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype)
+    given = gate_up.data_ptr(), out.data_ptr(), FLOATS[gate_up.dtype]
+    rows = gate_up.numel() // (2 * size)
+    _functions()["swiglu_rows"](*given, rows, size, torch.get_num_threads())
     return out
 
 
 @functools.cache
-def _functions() -> tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]:
-    library = loaded()
-    norm, rotate = library.omnikv_normalize, library.omnikv_rotate_store
-    norm.argtypes = (
-        [ctypes.c_void_p] * 3 + [ctypes.c_int] * 3 + [ctypes.c_float, ctypes.c_int, ctypes.c_float]
-    )
-    return norm, rotate
+def _functions() -> dict[str, ctypes._NamedFuncPointer]:
+    names = "normalize", "rotate_store", "rotate_rows", "swiglu_rows"
+    found = {name: getattr(loaded(), f"omnikv_{name}") for name in names}
+    pointers, number, real = [ctypes.c_void_p] * 3, ctypes.c_int, ctypes.c_float
+    found["normalize"].argtypes = [*pointers, *[number] * 3, real, number, real, number]
+    found["swiglu_rows"].argtypes = [*pointers[:2], *[number] * 4]
+    return found
 
 
 @_BINDING.self_test
@@ -138,3 +198,9 @@ def _steps() -> Iterator[Case]:
             results.append((q, k, v, ring))
         for name, found, expected in zip(("query", "K", "V", "query ring"), *results):
             yield f"a rotated {name} in {dtype}", found, expected, dtype
+        found, expected = (
+            turn(narrow, cos, sin, *of)
+            for turn, of in ((rotate_rows, (4, 2)), (rotate_rows_ref, (6,)))
+        )
+        yield f"a chunk's rotation in {dtype}", found, expected, dtype
+        yield f"SwiGLU in {dtype}", swiglu_rows(narrow), swiglu_rows_ref(narrow), dtype

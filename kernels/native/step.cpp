@@ -1,8 +1,12 @@
-// What a layer of a decode step does beside its products and attention: the norm where no product of ours
-// follows it, and the rotation of q and k with the store of K, V and the queries before rotation.
+// What a layer does beside its products and attention: the norm where no product of ours follows it, in a
+// decode step the rotation of q and k with the store of K, V and the queries before rotation, for a prompt's
+// chunk the rotation alone and what lies between gate, up and down.
 #include "norm.h"
+#include "team.h"
 
 namespace {
+
+constexpr long MANY = 1 << 16;  // numbers from which on a team shares them
 
 template <class K>
 static void normalize(const char *x, const char *weight, char *out, int rows, int size, float eps,
@@ -12,6 +16,15 @@ static void normalize(const char *x, const char *weight, char *out, int rows, in
         for (int i = 0; i < size; i += W)
             write_some<K>(out, i, size - i, normed<K>(x, weight, i, size - i, scale, wide));
     }
+}
+
+template <class K>
+static void normalize_rows(const char *x, const char *weight, char *out, int rows, int size, float eps,
+                           Wide wide, int threads) {
+    share(rows * (long)size > MANY ? threads : 1, rows, 8, [&](long r) {
+        const long at = r * size * K::bytes;
+        normalize<K>(x + at, weight, out + at, 1, size, eps, wide);
+    });
 }
 
 struct Call {
@@ -70,13 +83,52 @@ static void rotate_store(const Call &c) {
     }
 }
 
+struct Rows {
+    char *qkv;               // [tokens, all, dim]; q and k are normed in place
+    const float *cos, *sin;  // [angles, pairs], again for the next `angles` tokens
+    char *out;               // [tokens, heads + kv_heads, dim]: rotated q and k
+    int tokens, angles, all, heads, kv_heads, dim, pairs, threads;
+    float eps;
+    const char *q_norm, *k_norm;  // as in Call
+    Wide wide;
+};
+
+template <class K>
+static void rotate_rows(const Rows &c) {
+    const long size = (long)c.dim * K::bytes, turned = c.heads + c.kv_heads;
+    share(c.tokens * turned * c.dim > MANY ? c.threads : 1, c.tokens, 8, [&](long token) {
+        const long angle = token % c.angles * c.pairs;
+        char *head = c.qkv + token * c.all * size, *out = c.out + token * turned * size;
+        if (c.q_norm) {
+            normalize<K>(head, c.q_norm, head, c.heads, c.dim, c.eps, c.wide);
+            char *k_heads = head + c.heads * size;
+            if (c.kv_heads) normalize<K>(k_heads, c.k_norm, k_heads, c.kv_heads, c.dim, c.eps, c.wide);
+        }
+        for (long h = 0; h < turned; h++, head += size, out += size)
+            turn<K>(head, c.cos + angle, c.sin + angle, c.pairs, c.dim, out);
+    });
+}
+
+// silu(gate) * up of rows [2 * size] -> out [size]
+template <class K>
+static void swiglu_rows(const char *gate_up, char *out, int rows, int size, int threads) {
+    share(rows * (long)size > MANY ? threads : 1, rows, 4, [&](long r) {
+        const char *gate = gate_up + r * 2 * size * K::bytes, *up = gate + (long)size * K::bytes;
+        char *to = out + r * size * K::bytes;
+        for (int i = 0; i < size; i += W) {
+            const Floats opened = Kept<K>::rounded(silu(read_some<K>(gate, i, size - i)));
+            write_some<K>(to, i, size - i, opened * read_some<K>(up, i, size - i));
+        }
+    });
+}
+
 }  // namespace
 
 // x [rows, size] times weight [size] -> out; kinds of kinds.h. Returns 0, or 1 for a kind that
-// this build lacks; so does the next.
+// this build lacks; so do the next.
 extern "C" int omnikv_normalize(const char *x, const char *weight, char *out, int kind, int rows, int size,
-                                float eps, int wide, float offset) {
-#define NORMALIZE(K) (normalize<K>(x, weight, out, rows, size, eps, Wide{wide, offset}), 0)
+                                float eps, int wide, float offset, int threads) {
+#define NORMALIZE(K) (normalize_rows<K>(x, weight, out, rows, size, eps, Wide{wide, offset}, threads), 0)
     OF_KIND(kind, NORMALIZE);
 }
 
@@ -85,4 +137,15 @@ extern "C" int omnikv_rotate_store(const Call *c, int kind) {
     OF_KIND(kind, ROTATE);
 }
 
+extern "C" int omnikv_rotate_rows(const Rows *c, int kind) {
+#define ROTATE_ROWS(K) (rotate_rows<K>(*c), 0)
+    OF_KIND(kind, ROTATE_ROWS);
+}
+
+extern "C" int omnikv_swiglu_rows(const char *gate_up, char *out, int kind, int rows, int size, int threads) {
+#define SWIGLU(K) (swiglu_rows<K>(gate_up, out, rows, size, threads), 0)
+    OF_KIND(kind, SWIGLU);
+}
+
+extern "C" int omnikv_sizeof_step_rows() { return sizeof(Rows); }
 extern "C" int omnikv_sizeof_step_call() { return sizeof(Call); }

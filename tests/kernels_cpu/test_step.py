@@ -1,5 +1,6 @@
-"""The C++ kernels of a decode step's halves: products with what is around them, the norm, and the
-rotation with the store, against float64 and torch's own operators.
+"""The C++ kernels of a layer's halves: products with what is around them, the norm, the rotation
+with the store, and what a prompt's chunk has between its products, against float64 and torch's own
+operators.
 """
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from kernels.layer.linear import pack_linear
 from kernels.layer.native_product import Product, reads
-from kernels.layer.native_step import normalize_rows, rotate_store
+from kernels.layer.native_step import normalize_rows, rotate_rows, rotate_store, swiglu_rows
 from kernels.layer.norm import normalize_rows_ref
+from kernels.layer.prompt_fused import rotate_rows_ref, swiglu_rows_ref
 from kernels.layer.rotate_store import rotate_store_ref
 from kernels.native.library import missing
 from tests.no_compiler import no_compiler
@@ -189,3 +191,82 @@ def test_rows_are_rotated_and_stored_as_torch_does(
         results.append((q, k, v, held))
     for name, one, other in zip(("q", "k", "v", "ring"), *results):
         assert torch.equal(one, other), name
+
+
+@FEW
+@given(
+    dtype=st.sampled_from(DTYPES),
+    batch=st.sampled_from([1, 2]),
+    length=st.sampled_from([1, 7, 64, 131]),
+    heads=st.sampled_from([(4, 4), (4, 1), (8, 1), (3, 0)]),
+    dim=st.sampled_from([2, 20, 64]),
+    rotated=st.sampled_from([1, 2]),
+    more=st.sampled_from([0, 2]),
+    own_angles=st.booleans(),
+    offset=st.sampled_from(["no norms", None, 1.0]),
+)
+def test_a_chunk_is_rotated_as_torch_does(
+    dtype, batch, length, heads, dim, rotated, more, own_angles, offset
+):
+    """To the bit, where a head's norm is exact too; what is no query or key stays as it is."""
+    torch.manual_seed(length)
+    (heads, kv_heads), pairs = heads, max(1, dim // 2 // rotated)
+    turned = heads + kv_heads
+    qkv = torch.randn(batch, length, turned + more, dim).to(dtype)
+    angle = torch.randn(batch if own_angles else 1, length, pairs)
+    norms, given = None, {}
+    if offset != "no norms":
+        qkv = qkv.sign()
+        norms = torch.randn(2, dim).to(dtype).unbind()
+        given = {"norms": norms, "eps": 0.0, "offset": offset}
+    expected = qkv.clone()
+    if norms is not None:
+        q_norm, k_norm = (norm.float() + (offset or 0.0) for norm in norms)
+        expected[:, :, :heads] = expected[:, :, :heads] * q_norm
+        expected[:, :, heads:turned] = expected[:, :, heads:turned] * k_norm
+    found = rotate_rows(qkv, angle.cos(), angle.sin(), heads, kv_heads, **given)
+    assert torch.equal(qkv, expected)
+    turns = expected[..., : 2 * pairs]
+    turns = rotate_rows_ref(turns, angle.cos(), angle.sin(), turned)
+    still = expected[:, :, :turned, 2 * pairs :]
+    assert torch.equal(found, torch.cat((turns, still), -1))
+
+
+@FEW
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.sampled_from([0, 1, 3, 130]),
+    size=st.sampled_from([1, 15, 16, 17, 1100]),
+    scale=st.sampled_from([1.0, 40.0, 200.0]),
+)
+def test_swiglu_is_within_twice_torchs_own_error(dtype, rows, size, scale):
+    torch.manual_seed(size)
+    both = (torch.randn(2, rows, 2 * size) * scale).to(dtype)
+    exact, own, found = (turn(both) for turn in (_exact_swiglu, swiglu_rows_ref, swiglu_rows))
+    assert found.shape == own.shape and found.dtype == dtype
+    error = (found.double() - exact).abs()
+    # exp is within 2 units in the last place, a quotient and a product follow it
+    limit = 2 * (own.double() - exact).abs() + 8 * torch.finfo(dtype).eps * exact.abs()
+    finite = exact.abs() < torch.finfo(dtype).max
+    nothing = max(torch.finfo(dtype).tiny, 1e-33)  # silu of less than -88, scaled
+    assert (error <= limit + nothing)[finite].all()
+
+
+def _exact_swiglu(both):
+    return swiglu_rows_ref(both.double())
+
+
+def test_rows_of_a_chunk_do_not_depend_on_the_threads():
+    torch.manual_seed(0)
+    x, weight, angle = torch.randn(1, 300, 12, 64), torch.randn(768), torch.randn(1, 300, 32)
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            normed = normalize_rows(x.flatten(2), weight, EPS)
+            turned = rotate_rows(x.clone(), angle.cos(), angle.sin(), 8, 2, (weight[:64],) * 2, EPS)
+            found.append((normed, turned, swiglu_rows(x.flatten(2))))
+    finally:
+        torch.set_num_threads(before)
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
