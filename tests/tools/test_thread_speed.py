@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tools.speed import gain
 from tools.speed.threads import Call, bend, main, schedule
 
 CALLS = {"one": Call(2, 8e-3, 8, 1 << 20), "other": Call(1, 3e-3, 3, 1 << 20)}
@@ -46,3 +47,16 @@ def test_a_table_of_a_small_model(tmp_path, capsys):
 def test_counts_that_time_nothing_are_refused(capsys):
     assert main(["--shape", "small", "--rounds", "0"]) == 2
     assert "--rounds: found 0, expected 1" in capsys.readouterr().err
+
+
+def test_gains_stand_beside_memorys(tmp_path, capsys):
+    out = tmp_path / "gain.json"
+    flags = ["--shape", "small", "--contexts", "300", "--prompts", "200", "--rounds", "2"]
+    assert gain.main([*flags, "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["name"] for row in rows] == ["memory, 256 MiB", "full", "omnikv", "full"]
+    for row in rows:
+        assert 0 < row["least"] <= row["gain"] <= row["most"]
+        if row["name"].startswith("memory"):  # 256 MiB in milliseconds, not its inverse
+            assert 1e-4 < row["all"] < 10
+    assert "| a prompt of 200 | full |" in capsys.readouterr().out

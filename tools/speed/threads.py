@@ -169,17 +169,22 @@ def _join() -> float:
     return statistics.median(found)
 
 
-def _read(threads: int) -> float:
+def read_rate(memory: torch.Tensor) -> float:
     """Bytes per second of a plain sum."""
-    memory = torch.ones(READ // 4)
-    torch.set_num_threads(threads)
     best = float("inf")
     for _ in range(6):
         began = time.perf_counter()
         memory.sum()
         best = min(best, time.perf_counter() - began)
+    return memory.nbytes / best
+
+
+def _read(threads: int) -> float:
+    memory = torch.ones(READ // 4)
+    torch.set_num_threads(threads)
+    rate = read_rate(memory)
     torch.set_num_threads(1)
-    return READ / best
+    return rate
 
 
 def measure(args: argparse.Namespace) -> Report:
