@@ -22,6 +22,7 @@ from tools.bench.shapes import shape_filters
 from tools.common.program import progress
 from tools.common.synthetic_bank import synthesize
 from tools.speed.harness import (
+    READ,
     ROOM,
     SHAPED,
     Report,
@@ -31,12 +32,12 @@ from tools.speed.harness import (
     markdown,
     origin,
     program,
+    read_rate,
     require,
     shape_facts,
     shape_llm,
     sizes,
 )
-from tools.speed.threads import READ, read_rate
 
 STEPS = 8  # of a turn; the first is not timed
 

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from engine import LLM
 from engine.base.errors import UsageError
 from engine.session.session import Session
@@ -25,6 +27,7 @@ from tools.bench.suite import sharp_stream
 from tools.common.program import guarded, replace_json, require_writable
 
 ROOM = 256  # tokens of a session beyond its depth
+READ = 256 << 20  # bytes that a read of memory reads
 K, T = TypeVar("K"), TypeVar("T")
 
 
@@ -139,6 +142,16 @@ def steps(sessions: Sequence[Session], count: int) -> list[float]:
     """Median seconds of a decode step of each session, `count` steps in turns after a first."""
     ways = {n: partial(seconds, session.decode) for n, session in enumerate(sessions)}
     return [statistics.median(mine) for mine in in_turns(ways, count).values()]
+
+
+def read_rate(memory: torch.Tensor) -> float:
+    """Bytes per second of a plain sum."""
+    best = float("inf")
+    for _ in range(6):
+        began = time.perf_counter()
+        memory.sum()
+        best = min(best, time.perf_counter() - began)
+    return memory.nbytes / best
 
 
 def markdown(names: str, rows: Iterable[Sequence[object]], align: str = "---") -> str:

@@ -29,6 +29,7 @@ from tools.bench.run import engine_bytes
 from tools.common.program import progress
 from tools.common.synthetic_bank import synthesize
 from tools.speed.harness import (
+    READ,
     ROOM,
     SHAPED,
     Report,
@@ -37,6 +38,7 @@ from tools.speed.harness import (
     markdown,
     origin,
     program,
+    read_rate,
     require,
     shape_facts,
     shape_llm,
@@ -44,7 +46,6 @@ from tools.speed.harness import (
 )
 
 TEAMS = (1, 2, 4, 8, 16, 32, 64)
-READ = 256 << 20  # bytes that the read test reads
 HEAD = "head"
 Work = Callable[[int], object]  # a call of a layer
 
@@ -167,16 +168,6 @@ def _join() -> float:
         team.marks(2, 2, 1)
         found.append(time.perf_counter() - began)
     return statistics.median(found)
-
-
-def read_rate(memory: torch.Tensor) -> float:
-    """Bytes per second of a plain sum."""
-    best = float("inf")
-    for _ in range(6):
-        began = time.perf_counter()
-        memory.sum()
-        best = min(best, time.perf_counter() - began)
-    return memory.nbytes / best
 
 
 def _read(threads: int) -> float:
