@@ -454,6 +454,14 @@ class Attends(Protocol):
         """Those of a model's parts, each on its device; (): it is one."""
         ...
 
+    def carry(self, part: int) -> None:
+        """Bring to a part what earlier ones have chosen for its layers in this step."""
+        ...
+
+    def received(self, step: Step) -> None:
+        """Begin a part's step with what it has received."""
+        ...
+
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Attention of q [B, Q, H, D], rotated, in one layer -> [B, Q, H, D]."""
         ...

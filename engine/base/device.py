@@ -39,6 +39,11 @@ def crossed(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.to(device, non_blocking=x.is_cuda and device.type == "cuda")
 
 
+def carried(x: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy x into a tensor of the same shape on another device, as `crossed`."""
+    into.copy_(x, non_blocking=x.is_cuda and into.is_cuda)
+
+
 def typed(error: BaseException) -> EngineError | None:
     """Return what a GPU's failure means to a user; None for an error of another kind."""
     name, module = type(error).__name__, type(error).__module__

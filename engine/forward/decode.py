@@ -49,6 +49,8 @@ def step_together(
         return _through(model, halves, sequences, None)
     x: torch.Tensor | None = None
     for part in range(len(model.parts)):
+        for one in sequences:
+            one.runtime.carry(part)
         x = part_of_step(model, halves, [one.of_part(part) for one in sequences], part, x)
     assert x is not None
     return crossed(x, model.device)
@@ -63,11 +65,13 @@ def part_of_step(
 ) -> torch.Tensor:
     """Run one part of a model in parts, of `sequences` as it sees them: what the part before left,
     x [B, Q, hidden] (None: this is the first), to what this one leaves, or to logits; on its
-    device.
+    device, where lists of earlier parts are (`carry`).
     """
     own = model.parts[part]
     with current(own.device):
         x = None if x is None else crossed(x, own.device)
+        for one in sequences:
+            one.runtime.received(one.step)
         return _through(own, halves.parts[part], sequences, x)
 
 

@@ -76,7 +76,8 @@ class _Part(NamedTuple):
 
 class SplitGraphedStep(GraphedStep):
     """As GraphedStep: of each part one graph for each bucket. They are replayed in order; between
-    two, in neither, the hidden vector and the length are copied to where the next one reads them.
+    two, in neither, the hidden vector, lists of tokens and the length are copied to where the next
+    one reads them.
     It has run on no machine with two GPUs.
     """
 
@@ -102,9 +103,10 @@ class SplitGraphedStep(GraphedStep):
         if bucket not in self._parts:
             self._parts[bucket] = self._captured_parts(bucket)
         out = self.token
-        for graph, own, x in self._parts[bucket]:
+        for number, (graph, own, x) in enumerate(self._parts[bucket]):
             if x is not None:
                 x.copy_(out, non_blocking=True)
+            self._decoder.runtime.carry(number)
             with current(own.device):
                 graph.replay()
             out = own
@@ -115,6 +117,7 @@ class SplitGraphedStep(GraphedStep):
         found: list[_Part] = []
         for number, part in enumerate(self._decoder.model.parts):
             x = crossed(found[-1].out, part.device).clone() if found else None
+            self._decoder.runtime.carry(number)
             given = self.token, self._lengths[number], self._bank, bucket, number, x
             with current(part.device):
                 graph, out = captured(part.device, partial(self._decoder.part_step, *given))

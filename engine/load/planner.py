@@ -33,7 +33,7 @@ from engine.methods.evict.streaming_llm import StreamingLLM
 from engine.methods.full import Full
 from engine.methods.omnikv.method import OmniKV
 from engine.methods.requirements import require_windows
-from engine.methods.split.allowed import require_split
+from engine.methods.split.allowed import divides, require_split
 from engine.model.config.config import ModelConfig
 from engine.model.parts.config import part_of, require_parts
 from engine.plan import filter_layers
@@ -300,8 +300,8 @@ class Planner:
         plan = method.plan(self.config)
         require_windows(method, plan, self.config)
         method.validate(plan)
-        if self.cut is not None:
-            self.cut.require(method.name, plan)
+        if self.cut is not None and not divides(method):
+            self.cut.require_whole(method.name, plan)
         return method, plan
 
     def placement(

@@ -475,6 +475,19 @@ class Runtime:
     def warm(self, steps: Iterable[Step]) -> None:
         """Fetch the first decode step's rows. steps: of the prompt's last tokens, oldest first."""
 
+    def carry(self, part: int) -> None:
+        """Bring to a part of a model, before its part of a step, what earlier parts have chosen for
+        its layers.
+        """
+
+    def receive(self, group: int, other: Any, theirs: int) -> None:
+        """Take over for `group` what `other`, the runtime of layers on another device, has chosen
+        for its own group `theirs`. The host does not wait.
+        """
+
+    def received(self, step: Step) -> None:
+        """Begin a part's step: what it has received may be fetched."""
+
     def commit(self, count: int) -> None:
         """Commit the chunk or step of `count` tokens that just ran. `attend` and `attend_prompt`
         leave state unchanged until then, so an interrupted step can be repeated.

@@ -51,6 +51,14 @@ class MassMeter:
         """Tell the inner runtime."""
         self.inner.foresee(layer, q, step)
 
+    def carry(self, part: int) -> None:
+        """Bring what the inner runtime's parts have chosen."""
+        self.inner.carry(part)
+
+    def received(self, step: Step) -> None:
+        """Tell the inner runtime."""
+        self.inner.received(step)
+
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Attend as the inner runtime; a SPARSE layer leaves its mass behind."""
         out = self.inner.attend(layer, q, step)

@@ -43,10 +43,25 @@ BY_DESIGN = (Role.LOCAL, Role.RECURRENT)
 
 @dataclass(frozen=True)
 class Group:
-    """The sparse layers that share the selection of one filter layer; possibly none."""
+    """The sparse layers that share the selection of one filter layer; possibly none.
+
+    Of a part of a model's layers, numbered from 0: a filter layer below 0 lies in a part before;
+    beyond: layers of later parts read the selection too.
+    """
 
     filter_layer: int
     layers: tuple[int, ...]
+    beyond: bool = False
+
+    @property
+    def serves(self) -> bool:
+        """Whether any layer reads the selection, in this part or a later one."""
+        return bool(self.layers) or self.beyond
+
+    @property
+    def chosen_here(self) -> bool:
+        """Whether the filter layer lies in this part."""
+        return self.filter_layer >= 0
 
 
 @dataclass(frozen=True)
@@ -55,7 +70,8 @@ class LayerPlan:
 
     group_of: index of a SPARSE or FILTER layer's group, None for other layers. whole: SPARSE layers
     are read whole too, and more bytes of them so (exact mode): the bank lays them out for that.
-    dense: of a part of a model's layers, the `dense_share` of all; None: of a whole model.
+    dense: of a part of a model's layers, the `dense_share` of all; None: of a whole model. numbers:
+    of such a part, the number of each group among all.
     """
 
     roles: tuple[Role, ...]
@@ -63,6 +79,7 @@ class LayerPlan:
     group_of: tuple[int | None, ...]
     whole: bool = False
     dense: float | None = None
+    numbers: tuple[int, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -77,6 +94,15 @@ class LayerPlan:
     def sparse_layers(self) -> tuple[int, ...]:
         """The SPARSE layers, ascending."""
         return tuple(i for i, role in enumerate(self.roles) if role is Role.SPARSE)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether some layer reads a selection: one of these, or one of a later part."""
+        return bool(self.sparse_layers) or any(group.beyond for group in self.groups)
+
+    def number_of(self, group: int) -> int:
+        """The number of a group among all of the model's."""
+        return self.numbers[group] if self.numbers else group
 
     @cached_property
     def seeing_layers(self) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
 """Every method and every family over several devices beside one: `python -m tests.programs.devices
-[--devices N] [--only NAME ...]`.
+[--devices N] [--offload host] [--only NAME ...]`.
 
 The devices are CPUs. A line for each method, at its own cut and at uneven ones, and for each
 variant of each family: whether logits (float32; a prompt of 300 tokens and 8 steps, 150 and 6 for
@@ -40,13 +40,14 @@ def answer(llm, prompt, steps):
         return torch.stack(logits), chosen, (stats.sparse_steps, stats.rows_read_sparse)
 
 
-def compared(place, method, devices, split, prompt, steps) -> str:
+def compared(place, method, devices, split, prompt, steps, offload="auto") -> str:
     """A line about one request: whether it is equal, or why it is refused."""
+    given = dict(HERE, method=method, offload=offload)
     try:
-        several = LLM(place, method=method, devices=("cpu",) * devices, split=split, **HERE)
+        several = LLM(place, devices=("cpu",) * devices, split=split, **given)
     except EngineError as error:
         return f"refused: {error}"
-    want = answer(LLM(place, method=method, device="cpu", **HERE), prompt, steps)
+    want = answer(LLM(place, device="cpu", **given), prompt, steps)
     found = answer(several, prompt, steps)
     same = torch.equal(found[0], want[0]) and found[2] == want[2]
     for mine, theirs in zip(found[1], want[1]):
@@ -56,35 +57,38 @@ def compared(place, method, devices, split, prompt, steps) -> str:
     return f"{want[2][0]} sparse steps, cut at {starts}: {'equal' if same else 'DIFFERS'}"
 
 
-def methods(folder: Path, devices: int, only: list[str]) -> Iterator[tuple[str, str]]:
+def methods(folder: Path, devices: int, offload: str, only: list[str]) -> Iterator[tuple[str, str]]:
     """(name, line) of every method of the table, at three cuts."""
     place = model_folder(folder / "methods")
     for row in ROWS:
         for method in row.sparse or (row.neutral,):
             for split in (None, (1, *(3,) * (devices - 1)), (3, *(1,) * (devices - 1))):
                 if not only or row.name in only:
-                    yield row.name, compared(place, method, devices, split, 300, 8)
+                    yield row.name, compared(place, method, devices, split, 300, 8, offload)
 
 
-def families(folder: Path, devices: int, only: list[str]) -> Iterator[tuple[str, str]]:
+def families(
+    folder: Path, devices: int, offload: str, only: list[str]
+) -> Iterator[tuple[str, str]]:
     """(name, line) of every variant of every family."""
     for name in VARIANTS:
         if not only or name in only:
             place = folder / name
             make(place, name)
-            yield name, compared(place, Full(), devices, None, 150, 6)
+            yield name, compared(place, Full(), devices, None, 150, 6, offload)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.programs.devices", description=__doc__)
     parser.add_argument("--devices", type=int, default=2, help="devices (default 2)")
+    parser.add_argument("--offload", default="auto", choices=("auto", "host"), help="the tier")
     parser.add_argument("--only", nargs="+", default=[], help="these methods and variants")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     counts = {"equal": 0, "refused": 0, "DIFFERS": 0}
     with tempfile.TemporaryDirectory() as folder:
         for part in (methods, families):
-            for name, line in part(Path(folder), args.devices, args.only):
+            for name, line in part(Path(folder), args.devices, args.offload, args.only):
                 kind = "refused" if line.startswith("refused") else line.split()[-1]
                 counts[kind] += 1
                 print(f"{name:24} {line[:150]}", flush=True)

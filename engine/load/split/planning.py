@@ -10,6 +10,7 @@ from engine.load.memory import default_chunk, plan_at
 from engine.load.report import OFFLOAD_CHUNK
 from engine.load.split.split_plan import SplitPlan
 from engine.methods.base import Method
+from engine.methods.split.allowed import divides
 from engine.model.config.config import ModelConfig
 from engine.model.low_bits import Rounding
 from engine.model.parts.config import part_of
@@ -59,7 +60,14 @@ class SplitPlanning:
         first, last = table * size, table * (held if self._weights(each[-1], -1) else size)
         room = [self._free(device) for device in self._devices]
         return choose_cut(
-            method.name, layers, self._devices, bytes_of, (first, last), room, self._split
+            method.name,
+            layers,
+            self._devices,
+            bytes_of,
+            (first, last),
+            room,
+            self._split,
+            divides(method),
         )
 
     def _weights(self, config: ModelConfig, part: int) -> Any:

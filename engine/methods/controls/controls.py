@@ -149,7 +149,8 @@ class RandomRuntime(UnscoredRuntime):
 
     def rank(self, group: int, scores: torch.Tensor, step: Step) -> None:
         """In place, as int32: no temporary grows with the context."""
-        draw(self.numbers[: step.bucket], factors(step.visible, self.method.seed, group), scores)
+        seeds = factors(step.visible, self.method.seed, self.plan.number_of(group))
+        draw(self.numbers[: step.bucket], seeds, scores)
 
 
 def _refuse(method: OmniKV, *fields: str) -> None:

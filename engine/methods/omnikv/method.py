@@ -69,7 +69,7 @@ class OmniKV(Settings):
         """
         forced = self.window if self.official else 0
         selected = 0
-        if plan.sparse_layers:
+        if plan.chooses:
             selected = max(1, min(capacity, self.budget(plan, capacity) + forced))
         scores = 4 * capacity * (1 + AT_ONCE if self.prefill_ratio else 1)
         rows = len(plan.groups)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from engine.bank.base import Step
+from engine.base.device import carried
 from engine.methods.base import Setup, device_int
 from engine.methods.omnikv.runtime import OmniKVRuntime
 from engine.methods.omnikv.settings import Settings
@@ -70,7 +71,7 @@ class ResidualRuntime(OmniKVRuntime):
         chance = self.chance[:, : scores.shape[1]]
         draw(
             self.numbers[: step.bucket],
-            factors(step.visible, self.method.residual_seed, group),
+            factors(step.visible, self.method.residual_seed, self.plan.number_of(group)),
             chance,
         )
         entry = torch.arange(index.shape[2], device=index.device)
@@ -109,6 +110,10 @@ class ResidualRuntime(OmniKVRuntime):
         if self.method.residual == "sample":
             weight = (rest[:, None] / count.clamp(min=1)).log()
             self.logs[group].copy_(torch.where((both & 1 == 1) & (both != NOBODY), weight, 0.0))
+
+    def receive(self, group: int, other: Any, theirs: int) -> None:
+        super().receive(group, other, theirs)
+        carried(other.logs[theirs], self.logs[group])
 
     def weights(self, group: int) -> torch.Tensor:
         return self.logs[group]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from engine.bank.base import Bank, Step
+from engine.base.device import carried
 from engine.methods.base import Runtime, Setup, device_int
 from engine.methods.omnikv.prefill import PrefillSelector
 from engine.methods.omnikv.selector import window_weights
@@ -89,7 +90,7 @@ class OmniKVRuntime(Runtime):
         role = self.plan.roles[layer]
         if role is Role.SPARSE:
             return self.attend_sparse(layer, q, step)
-        if role is Role.FILTER and self._members(layer):
+        if role is Role.FILTER and self.plan.groups[self._group(layer)].serves:
             out = self.attend_and_select(layer, q, step)
             if self.needs.fetches:
                 group = self._group(layer)
@@ -201,11 +202,25 @@ class OmniKVRuntime(Runtime):
             return
         for step in steps:
             for group in self.plan.groups:
-                if group.layers:
+                if group.chosen_here and group.serves:
                     layer = group.filter_layer
                     self.attend(layer, step.window_queries(layer, 1), step)
-                    # race: the next choice would be written while this one is looked up
-                    step.bank.wait_fetched(group.layers)
+                # race: the next choice would be written while this one is looked up
+                step.bank.wait_fetched(group.layers)
+
+    # ---------------------------------------------------------------- from another device
+
+    def receive(self, group: int, other: Any, theirs: int) -> None:
+        """All of the list, whatever it counts: nobody asks how many do."""
+        carried(other.index[theirs], self.index[group])
+        carried(other.counts[theirs], self.counts[group])
+
+    def received(self, step: Step) -> None:
+        """Fetch what was chosen elsewhere for layers of this part."""
+        if self.needs.fetches:
+            for own, index, counts in zip(self.plan.groups, self.index, self.counts):
+                if not own.chosen_here:
+                    step.bank.fetch(own.layers, index, counts)
 
     # ---------------------------------------------------------------- what a step read
 
@@ -228,7 +243,7 @@ class OmniKVRuntime(Runtime):
         return {
             group.filter_layer: self.chosen_rows(group.filter_layer).unique().cpu()
             for group in self.plan.groups
-            if group.layers
+            if group.serves and group.chosen_here
         }
 
     def selection_scores(self) -> dict[int, torch.Tensor]:

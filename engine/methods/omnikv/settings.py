@@ -119,7 +119,7 @@ class Settings(Method):
 
     def budget(self, plan: LayerPlan, length: int) -> int:
         """k where the bank held `length` tokens at the end of the latest prefill."""
-        share = self.bank_share(plan) if plan.sparse_layers else None
+        share = self.bank_share(plan) if plan.chooses else None
         if share is None:
             return DEFAULT_TOKENS if self.tokens is None else self.tokens
         return max(0 if self.official else 1, math.floor(share * length))

@@ -15,6 +15,7 @@ import torch
 
 from engine.bank.base import Step, own_rows
 from engine.base.checks import at_most_one, fraction, integer
+from engine.base.device import crossed
 from engine.methods.base import Method, Runtime, Setup
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan, Role
@@ -79,7 +80,7 @@ class Budgeted(Method):
         """Sparse layers may live in host memory; a choice may read them whole."""
         buffers = self.buffers(plan, config, capacity).values()
         return Needs(
-            selected=min(capacity, self.budget(capacity)) if plan.sparse_layers else 0,
+            selected=min(capacity, self.budget(capacity)) if plan.chooses else 0,
             device_bytes=sum(buffer.nbytes(itemsize) for buffer in buffers),
             offload=tuple((layer,) for layer in plan.sparse_layers),
             whole_layer=True,
@@ -170,7 +171,7 @@ class Selecting(Runtime):
 
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         group = self.plan.group_of[layer]
-        if group is None or not self.plan.groups[group].layers:
+        if group is None or not self.plan.groups[group].serves:
             return self.attend_dense(layer, q, step)
         if self.plan.groups[group].filter_layer == layer:
             self.chosen[group] = self.select(layer, q, step)
@@ -296,9 +297,20 @@ class Selecting(Runtime):
 
     def selections(self) -> dict[int, torch.Tensor]:
         """{filter layer: positions that any head chose in the last step, ascending}, sequence 0."""
-        layers = (self.plan.groups[group].filter_layer for group in self.chosen)
+        groups = map(self.plan.groups.__getitem__, self.chosen)
+        layers = (group.filter_layer for group in groups if group.chosen_here)
         found = ((layer, self.chosen_rows(layer).unique()) for layer in layers)
         return {layer: rows[rows >= 0].cpu() for layer, rows in found}
+
+    def receive(self, group: int, other: Any, theirs: int) -> None:
+        """A choice that is everything crosses without a list."""
+        chosen, device = other.chosen[theirs], self.setup.device
+        self.chosen[group] = Selection(
+            None if chosen.index is None else crossed(chosen.index, device),
+            None if chosen.counts is None else crossed(chosen.counts, device),
+            crossed(chosen.tail_start, device),
+            chosen.unit,
+        )
 
     def choice(self) -> Any:
         return {group: chosen.copy() for group, chosen in self.chosen.items()}

@@ -80,7 +80,7 @@ class TidalDecode(Budgeted):
         """One score per token and choice, shared by the choosing layers, and each one's chosen
         tokens.
         """
-        count, sparse = batch * self.choices(config), bool(plan.sparse_layers)
+        count, sparse = batch * self.choices(config), plan.chooses
         k = min(capacity, self.budget(capacity)) if sparse else 0
         return {
             "scores": Buffer((count, capacity if sparse else 0), torch.float32),

@@ -22,6 +22,7 @@ RUN = (
     "omnikv_newest",
     "omnikv_one",
     "omnikv_per_layer",
+    "omnikv_random",
     "omnikv_top_p",
     "omnikv_unpacked",
     "oracle_topk",
@@ -39,12 +40,15 @@ def why_not(method: Method) -> str:
     """Why several devices cannot run a method with these settings; "" where they can."""
     if method.name not in RUN:
         return "goes by the numbers of all layers, or runs some of them twice"
-    if getattr(method, "residual", "none") != "none":
-        return "draws by the number of a group among all; use residual='none'"
     sparsely = getattr(method, "dense_layers", "dense") == "block_sparse"
     if sparsely or getattr(method, "prefill_ratio", None):
         return "reads prompts by the plan of all layers; leave prefill_ratio and dense_layers out"
     return ""
+
+
+def divides(method: Method) -> bool:
+    """Whether what a layer chooses may cross to the devices behind it."""
+    return True
 
 
 def require_split(method: Method) -> None:

@@ -1,7 +1,8 @@
 """A session's runtime of one runtime for each part of a model, on the part's device.
 
-A part's layers choose for layers of the same part (engine/plan/split/cut.py), so its runtime knows
-its own layers alone, numbered from 0. What a session asks of its runtime is asked here.
+A part's runtime knows its own layers alone, numbered from 0, and has a place for each list that an
+earlier part's filter layer chooses for some of them (engine/plan/split/cut.py). The list crosses
+when the part begins, beside the hidden vector. What a session asks of its runtime is asked here.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class SplitRuntime(Runtime):
         self.scale = setup.config.scale
         self.softmax = tuple(one for part in parts for one in part.softmax)
         self.needs = method.needs(setup.plan, setup.config, setup.capacity, setup.dtype.itemsize)
+
+        self._carried = [_carried(own, parts) for own in range(len(parts))]
 
     def _of(self, layer: int) -> tuple[Runtime, int, int]:
         part, number = found_in(self.starts, layer)
@@ -115,11 +118,20 @@ class SplitRuntime(Runtime):
         part, number, at = self._of(layer)
         return part.attend_local(number, q, step.parts[at])
 
+    def carry(self, part: int) -> None:
+        own = self.by_part[part]
+        for group, source, theirs in self._carried[part]:
+            own.receive(group, self.by_part[source], theirs)
+
     def warm(self, steps: Iterable[Step]) -> None:
-        listed = list(steps)
-        for number, part in enumerate(self.by_part):
-            with self._here(part):
-                part.warm(step.parts[number] for step in listed)
+        if not self.needs.fetches:
+            return
+        for step in steps:
+            for number, part in enumerate(self.by_part):
+                with self._here(part):
+                    self.carry(number)
+                    part.received(step.parts[number])
+                    part.warm([step.parts[number]])
 
     def commit(self, count: int) -> None:
         self._each(lambda part: part.commit(count))
@@ -181,3 +193,18 @@ class SplitRuntime(Runtime):
         for part, theirs in zip(self.by_part, other.by_part, strict=True):
             with self._here(part):
                 part.copy_from(theirs, sequence)
+
+
+def _carried(own: int, parts: Sequence[Runtime]) -> list[tuple[int, int, int]]:
+    """(group, part whose filter layer chooses for it, its number there) of a part's groups that it
+    does not choose for itself.
+    """
+    found = []
+    for group, one in enumerate(parts[own].plan.groups):
+        if not one.chosen_here:
+            number = parts[own].plan.number_of(group)
+            for source in range(own):
+                plan = parts[source].plan
+                theirs = [i for i in range(len(plan.groups)) if plan.number_of(i) == number]
+                found += [(group, source, i) for i in theirs if plan.groups[i].chosen_here]
+    return found

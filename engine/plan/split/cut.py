@@ -1,7 +1,7 @@
 """The cut of a model's layers into parts that follow each other, one on each device.
 
-A group of sparse layers stays with the filter layer that chooses for it, so that nothing but the
-hidden vector crosses from one device to the next.
+A group of sparse layers may be cut: what its filter layer chooses then crosses to the devices after
+it. A method that cannot do that keeps each group on one device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Cut:
         """The layer plan of each part."""
         return [part_plan(plan, first, stop) for first, stop in self.spans]
 
-    def require(self, name: str, plan: LayerPlan) -> None:
+    def require_whole(self, name: str, plan: LayerPlan) -> None:
         """Raise SettingError where a method, `name`, has a group that the cut would divide."""
         free = set(boundaries(plan))
         for start in self.starts[1:-1]:
@@ -55,21 +55,29 @@ def found_in(starts: Sequence[int], layer: int) -> tuple[int, int]:
 
 
 def part_plan(plan: LayerPlan, first: int, stop: int) -> LayerPlan:
-    """The layer plan of the layers first .. stop-1, numbered from 0. No group may reach beyond."""
+    """The layer plan of the layers first .. stop-1, numbered from 0: with the groups that they
+    choose for, and with those of earlier layers that some of them read.
+    """
     groups: list[Group] = []
     number: dict[int, int] = {}
     for i, group in enumerate(plan.groups):
-        if first <= group.filter_layer < stop:
+        layers = tuple(layer - first for layer in group.layers if first <= layer < stop)
+        here = first <= group.filter_layer < stop
+        if layers or here:
             number[i] = len(groups)
-            layers = tuple(layer - first for layer in group.layers)
-            groups.append(Group(group.filter_layer - first, layers))
+            beyond = here and any(layer >= stop for layer in group.layers)
+            groups.append(Group(group.filter_layer - first, layers, beyond))
     group_of = tuple(None if g is None else number[g] for g in plan.group_of[first:stop])
     own = plan.roles[first:stop], tuple(groups), group_of
-    return LayerPlan(*own, plan.whole, plan.dense_share)
+    return LayerPlan(*own, plan.whole, plan.dense_share, tuple(map(plan.number_of, number)))
 
 
-def boundaries(plan: LayerPlan) -> list[int]:
-    """The layers that may begin a part: all but the first, and but those within a group."""
+def boundaries(plan: LayerPlan, divides: bool = False) -> list[int]:
+    """The layers that may begin a part: all but the first and, unless groups may be divided, but
+    those within a group.
+    """
+    if divides:
+        return list(range(1, plan.num_layers))
     inside = set[int]()
     for group in plan.groups:
         if group.layers:
@@ -85,16 +93,17 @@ def choose_cut(
     ends: tuple[float, float],
     room: Sequence[float],
     split: Sequence[int] | None = None,
+    divides: bool = False,
 ) -> Cut:
     """Return the cut under which the fullest device is least full, of a method, `name`, with this
-    plan.
+    plan. divides: whether its groups may be.
 
     bytes_of: of each layer with its part of the bank; ends: of the embedding, which goes with the
     first layer, and of the head. room: bytes of each device. split: the layers of each part, or
     what they are to be in proportion to; each boundary is then the nearest that may be one. Raises
     SettingError where there are fewer places to cut than devices.
     """
-    free, parts, count = boundaries(plan), len(devices), plan.num_layers
+    free, parts, count = boundaries(plan, divides), len(devices), plan.num_layers
     if len(free) < parts - 1:
         most, why = len(free) + 1, ", whose groups that share a selection stay together"
         if parts > count:

@@ -2,7 +2,7 @@
 share one memory, and this shows what would fail between two devices.
 """
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
@@ -76,11 +76,21 @@ def crossings(owned, model):
     `crossed`. Yields the numbers of elements that have.
     """
     counts, places = [], ("engine.forward.decode", "engine.forward.prefill")
+    lists = "engine.methods.omnikv.runtime", "engine.methods.omnikv.residual"
 
     def crossed(x, device):
         counts.append(x.numel())
         with torch.utils._python_dispatch._disable_current_modes():
             return x.clone()  # nobody's yet: its first operator says whose it is
 
-    with mock.patch(f"{places[0]}.crossed", crossed), mock.patch(f"{places[1]}.crossed", crossed):
+    def carried(x, into):
+        counts.append(x.numel())
+        with torch.utils._python_dispatch._disable_current_modes():
+            into.copy_(x)
+
+    with ExitStack() as stack:
+        for place in (*places, "engine.methods.select.base"):
+            stack.enter_context(mock.patch(f"{place}.crossed", crossed))
+        for place in lists:
+            stack.enter_context(mock.patch(f"{place}.carried", carried))
         yield counts

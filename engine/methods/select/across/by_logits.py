@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from engine.base.checks import found, is_integer
 from engine.base.errors import SettingError
 from engine.methods.select.base import Budgeted, Buffer, Selecting, Selection
 from engine.model.config.config import ModelConfig
-from engine.plan.layers import LayerPlan, Role
+from engine.plan.layers import Group, LayerPlan, Role
 from engine.plan.needs import Needs
 from kernels.attention.native import attend, attends, logits_natively
 from kernels.attention.scratch import Scratch
@@ -66,7 +67,7 @@ def choice_buffers(
     method: Budgeted, plan: LayerPlan, capacity: int, choices: int
 ) -> dict[str, Buffer]:
     """Scores of one choosing layer, and what each has chosen, for so many choices."""
-    sparse = bool(plan.sparse_layers)
+    sparse = plan.chooses
     k = min(capacity, method.budget(capacity)) if sparse else 0
     return {
         "scores": Buffer((choices, capacity if sparse else 0), torch.float32),
@@ -104,6 +105,13 @@ def brought(chosen: Selection, layers: tuple[int, ...], step: Step) -> Selection
     return chosen
 
 
+def bring_received(chosen: Mapping[int, Selection], groups: Sequence[Group], step: Step) -> None:
+    """As `brought`, of the choices, by group, that were made on another device."""
+    for number, one in chosen.items():
+        if not groups[number].chosen_here:
+            brought(one, groups[number].layers, step)
+
+
 class Logged(NamedTuple):
     """Scaled and capped logits float32 [H, n] of one query, and their log-sum-exp [H], sinks in."""
 
@@ -130,7 +138,7 @@ class ByLogits(Selecting):
         """A layer that chooses leaves its logits where a C++ kernel attends: K is read once."""
         group = self.plan.group_of[layer]
         chooses = group is not None and self.plan.roles[layer] is Role.FILTER
-        if not chooses or not self.plan.groups[group or 0].layers or not self._logs(layer, q, step):
+        if not chooses or not self.plan.groups[group or 0].serves or not self._logs(layer, q, step):
             return super().attend(layer, q, step)
         k, v = (rows[0, :, : step.lengths[0]] for rows in step.bank.kv(layer, step.bucket))
         given = self.scale, self.softmax[layer], self.setup.scratch

@@ -19,6 +19,7 @@ from engine.bank.base import Step
 from engine.base.checks import integer
 from engine.methods.base import Runtime, Setup
 from engine.methods.select.across.by_logits import (
+    bring_received,
     brought,
     checked_layers,
     choosers_stay,
@@ -69,7 +70,7 @@ class Delta(Budgeted):
         """One score per token and one per page, shared by the choosing layers, and each one's
         chosen pages.
         """
-        sparse = bool(plan.sparse_layers)
+        sparse = plan.chooses
         pages = -(-capacity // self.page)
         most = min(pages, self.budget(capacity) // self.page - self.newest)
         return {
@@ -101,7 +102,7 @@ class DeltaRuntime(Selecting):
         """A layer that chooses attends to everything, which leaves the scores of its tokens."""
         group = self.plan.group_of[layer]
         chooses = group is not None and self.plan.roles[layer] is Role.FILTER
-        if group is None or not chooses or not self.plan.groups[group].layers:
+        if group is None or not chooses or not self.plan.groups[group].serves:
             return super().attend(layer, q, step)
         out = self.attend_dense(layer, q, step, self.scores[:, : step.bucket])
         self.chosen[group] = self.select(layer, q, step)
@@ -120,6 +121,9 @@ class DeltaRuntime(Selecting):
         given = stop, read, tail, self.setup.backend, size
         found = highest(self.pages[group], self.sums, *given)
         return brought(found, self.plan.groups[group].layers, step)
+
+    def received(self, step: Step) -> None:
+        bring_received(self.chosen, self.plan.groups, step)
 
     def tail_start(self, step: Step) -> torch.Tensor:
         """The newest pages."""

@@ -22,6 +22,7 @@ from engine.base.checks import fraction, integer
 from engine.methods.base import Runtime, Setup
 from engine.methods.select.across.by_logits import (
     ByLogits,
+    bring_received,
     brought,
     checked_layers,
     choice_buffers,
@@ -110,6 +111,9 @@ class LessIsMoreRuntime(ByLogits):
             counts[b] = name_in_turns(logits, *given, self.setup.backend)
         found = Selection(index.unsqueeze(1), counts, tail)
         return brought(found, self.plan.groups[group].layers, step)
+
+    def received(self, step: Step) -> None:
+        bring_received(self.chosen, self.plan.groups, step)
 
     def tail_start(self, step: Step) -> torch.Tensor:
         """The newest tokens are read beside the list."""

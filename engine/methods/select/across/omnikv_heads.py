@@ -20,11 +20,13 @@ from engine.methods.omnikv.method import OmniKV
 from engine.methods.omnikv.runtime import OmniKVRuntime
 from engine.methods.select.across.by_logits import (
     attend_logged,
+    bring_received,
     brought,
     groups_of,
     highest,
     logs_of,
 )
+from engine.methods.select.base import Selection
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import TAIL_BLOCK, LayerPlan
 from engine.plan.needs import Needs
@@ -112,6 +114,12 @@ class HeadsRuntime(OmniKVRuntime):
         assert chosen.counts is not None
         self.counts[group].copy_(chosen.counts)
         brought(chosen, self.plan.groups[group].layers, step)
+
+    def received(self, step: Step) -> None:
+        stop = step.tail_start(self.method.tail)
+        lists = enumerate(zip(self.index, self.counts))
+        chosen = {group: Selection(*one, stop) for group, one in lists}
+        bring_received(chosen, self.plan.groups, step)
 
     def _score(self, layer: int, q: torch.Tensor, step: Step, scores: torch.Tensor) -> torch.Tensor:
         """Attention to everything; leaves every K/V head's maxima in `scores`."""
