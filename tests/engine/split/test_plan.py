@@ -40,7 +40,7 @@ def held(*values):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("offload", ["device", "host"])
-@pytest.mark.parametrize("split", [None, (1, 3)])
+@pytest.mark.parametrize("split", [(3, 4), (1, 3)])
 def test_each_device_holds_what_its_plan_says(tmp_path, folder, tied, offload, split):
     place = model_folder(tmp_path / "tied", tie_word_embeddings=True) if tied else folder
     method = METHODS["omnikv"]
@@ -86,7 +86,7 @@ def planned(context=131072, method=None, **options):
     more = dict(intermediate_size=14336, vocab_size=128256, torch_dtype="bfloat16")
     config = tiny_config(**sizes, max_positions=1 << 20, **more)
     method = method or OmniKV(filter_layers=(2, 8, 18), tokens=2048, dense_below=0)
-    asked = dict(devices=(0, 1), method=method, max_context=context, **options)
+    asked = dict(dict(devices=(0, 1), method=method, max_context=context), **options)
     planner = Planner("8b", config, Options.of(asked))
     return planner, planner.plan()
 
@@ -98,8 +98,19 @@ def test_uneven_cards_get_layers_by_their_memory(monkeypatch):
     assert plan.fits and planner.cut.starts[1] in (24, 25)
     full = [part.total / part.free for part in plan.by_device]
     assert max(full) < HEADROOM and abs(full[0] - full[1]) < 0.1
-    # OmniKV's boundaries are where a filter layer begins: 2, 8 and 18
-    assert planned()[0].cut.starts[1] in (2, 8, 18)
+    # OmniKV's groups are cut where the bytes say
+    assert planned()[0].cut.starts[1] in (24, 25)
+
+
+def test_equal_cards_get_equal_parts(monkeypatch):
+    cards(monkeypatch, 24, 24, 24, 24)
+    sizes = []
+    for method in (Full(), None):
+        planner, plan = planned(method=method, devices=(0, 1, 2, 3))
+        sizes.append(planner.cut.starts)
+        full = [part.total for part in plan.by_device]
+        assert plan.fits and max(full) < 1.15 * min(full)
+    assert sizes[0] == sizes[1]
 
 
 def test_a_host_tier_per_device(monkeypatch):

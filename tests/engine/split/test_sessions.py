@@ -10,7 +10,11 @@ from engine import LLM, Full, OmniKV, SamplingParams
 from engine.base.errors import SettingError
 from engine.methods.mass_meter import Watch
 from engine.methods.names import NAMES
+from engine.methods.select.across.delta import Delta
+from engine.methods.select.across.less_is_more import LessIsMore
+from engine.methods.select.across.omnikv_heads import OmniKVHeads
 from engine.methods.select.quest import Quest
+from engine.methods.select.tidaldecode import TidalDecode
 from engine.methods.split.allowed import RUN, why_not
 from engine.saved.cache import BlockCache
 from tests.engine.methods.method_table import ROWS
@@ -70,8 +74,9 @@ def walked(llm, **opened):
             note(other, other.decode(8))
         note(session, session.decode(9))
         stats = session.stats
+        counters = session.bank.counters()
     assert stats.sparse_steps >= 6 or not session_sparse(llm, opened)
-    return torch.stack(found), chosen, (stats.sparse_steps, stats.rows_read_sparse, stats.hits)
+    return torch.stack(found), chosen, (stats.sparse_steps, stats.rows_read_sparse), counters
 
 
 def session_sparse(llm, opened):
@@ -81,12 +86,20 @@ def session_sparse(llm, opened):
 
 
 def same(found, want):
-    """Require the same bits, selections and counts."""
+    """Require the same bits, selections and counts. A group that is cut has a working set on each
+    of its devices: all with the hits of one device's, and its bytes between them.
+    """
     assert torch.equal(found[0], want[0])
     assert found[2] == want[2]
     for mine, theirs in zip(found[1], want[1], strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[layer], theirs[layer]) for layer in mine)
+    moved = dict.fromkeys(want[3], 0)
+    for layer, (*counts, size) in found[3].items():
+        own = max(first for first in want[3] if first <= layer)
+        assert counts == list(want[3][own][:4])
+        moved[own] += size
+    assert moved == {layer: row[4] for layer, row in want[3].items()}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -98,18 +111,44 @@ def test_both_tiers_give_one_device_s_bits(folder, name):
             continue  # fetches nothing
         want = walked(one, offload=offload)
         same(walked(two, offload=offload), want)
-        assert (want[2][2] > 0) == (offload == "host" and name != "full")  # hits of working sets
+        hits = sum(row[0] for row in want[3].values())
+        assert (hits > 0) == (offload == "host" and name != "full")
 
 
-@pytest.mark.parametrize("devices, split", [(TWO, (1, 3)), (TWO, (6, 1)), (("cpu",) * 3, None)])
-def test_uneven_splits_give_one_device_s_bits(folder, devices, split):
+SPLITS = [(1, 3), (3, 1), (6, 1), (2, 5), (1, 1, 1), (1, 2, 2, 2)]
+# of the methods whose groups are cut, one for each way that a selection crosses
+CROSSING = {
+    "window": METHODS["window"],
+    "sample": OmniKV(**SPARSE, residual="sample"),
+    "heads": OmniKVHeads(**SPARSE),
+    "tidaldecode": TidalDecode(tokens=20, select_layer=1, correction_layer=4),
+    "less_is_more": LessIsMore(tokens=20, layers=(1, 4)),
+    "delta": Delta(tokens=64, layers=(1, 4), page=8),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=lambda split: ":".join(map(str, split)))
+def test_uneven_splits_give_one_device_s_bits(folder, split):
+    devices = ("cpu",) * len(split)
     for method in (METHODS["full"], METHODS["window"]):
         llm = several(folder, devices, split=split, method=method)
         starts = llm.planner.cut.starts
         assert len(starts) == len(devices) + 1
-        if split == (1, 3) and method.name == "full":
+        if split == (1, 3):
             assert starts == (0, 2, 7)
         same(walked(llm), walked(one_of(folder, method=method)))
+
+
+@pytest.mark.parametrize("name", CROSSING)
+@pytest.mark.parametrize("offload", ["device", "host"])
+def test_cut_groups_give_one_device_s_bits(folder, name, offload):
+    """Four devices hold layers 0-1, 2, 3-4 and 5-6, so that the filter layers 1 and 4 choose for
+    layers of two others, or one, and for none of their own.
+    """
+    method = CROSSING[name]
+    llm = several(folder, ("cpu",) * 4, split=(2, 1, 2, 2), method=method, offload=offload)
+    assert llm.planner.cut.starts == (0, 2, 3, 5, 7)
+    same(walked(llm), walked(one_of(folder, method=method, offload=offload)))
 
 
 @pytest.mark.parametrize(
@@ -232,18 +271,20 @@ def session_again(llm):
         return session.decode(4)
 
 
-@pytest.mark.parametrize("name", ["full", "omnikv", "window"])
-def test_nothing_but_the_hidden_vector_crosses(folder, name):
-    method = METHODS[name]
-    llm = several(folder, backend="reference", method=method)
+@pytest.mark.parametrize("name", ["full", "omnikv", *CROSSING])
+def test_nothing_but_hidden_vectors_and_lists_crosses(folder, name):
+    """Layers 0-2 and 3-6: the first group is cut, the second is not."""
+    method = {**METHODS, **CROSSING}[name]
+    llm = several(folder, backend="reference", method=method, split=(3, 4))
     hidden, vocab, parts = llm.config.hidden_size, llm.config.vocab_size, llm.model.parts
+    assert llm.planner.cut.starts == (0, 3, 7)
     with torch.inference_mode(), llm.session() as session:
         owned = Owned()
+        runner = session.runner
         for number, part in enumerate(parts):
             owned.own(number, part.layers)
             owned.own(number, llm.loaded.rotary.parts[number])
             owned.own(number, [session.bank.parts[number], session.query_ring.parts[number]])
-            runner = session.runner
             owned.own(
                 number, [vars(r.by_part[number]) for r in (runner.runtime, runner.dense_runtime)]
             )
@@ -257,7 +298,11 @@ def test_nothing_but_the_hidden_vector_crosses(folder, name):
             del crossed[:]
             for token in ids_of(3, seed=2):
                 session.decode(token)
-        step = [1, 1, 1, 1, hidden, vocab]  # positions and lengths of both parts
+        # positions and lengths of both parts, what the cut group reads, the hidden vector
+        k, lists = 20, {"full": [], "delta": [6, 1, 1], "sample": [20, 1, 20]}
+        lists |= {"heads": [llm.config.num_kv_heads * k, 1], "less_is_more": [k, 1, 1]}
+        lists["tidaldecode"] = [llm.config.num_heads * k, 1, 1]
+        step = [1, 1, 1, 1, *lists.get(name, [k, 1]), hidden, vocab]
         assert crossed == 3 * step
         assert session.stats.sparse_steps == 3 * (name != "full")
     assert owned.count > 1000 and not owned.mixed, owned.mixed[:3]
