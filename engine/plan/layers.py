@@ -70,16 +70,15 @@ class LayerPlan:
 
     group_of: index of a SPARSE or FILTER layer's group, None for other layers. whole: SPARSE layers
     are read whole too, and more bytes of them so (exact mode): the bank lays them out for that.
-    dense: of a part of a model's layers, the `dense_share` of all; None: of a whole model. numbers:
-    of such a part, the number of each group among all.
+    of, first: of a part of a model's layers, the plan of all, and the number of its first layer.
     """
 
     roles: tuple[Role, ...]
     groups: tuple[Group, ...]
     group_of: tuple[int | None, ...]
     whole: bool = False
-    dense: float | None = None
-    numbers: tuple[int, ...] = ()
+    of: LayerPlan | None = None
+    first: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -102,7 +101,22 @@ class LayerPlan:
 
     def number_of(self, group: int) -> int:
         """The number of a group among all of the model's."""
-        return self.numbers[group] if self.numbers else group
+        if self.of is None:
+            return group
+        layer = self.first + self.groups[group].filter_layer
+        return next(i for i, one in enumerate(self.of.groups) if one.filter_layer == layer)
+
+    @property
+    def all(self) -> LayerPlan:
+        """The plan of all the model's layers."""
+        return self if self.of is None else self.of
+
+    def here(self, layers: Iterable[int]) -> tuple[int, ...]:
+        """Those of the model's layers, by their numbers among all, that lie in this part, by their
+        numbers in it.
+        """
+        own = (layer - self.first for layer in layers)
+        return tuple(layer for layer in own if 0 <= layer < self.num_layers)
 
     @cached_property
     def seeing_layers(self) -> tuple[int, ...]:
@@ -136,8 +150,8 @@ class LayerPlan:
         """Share of the layers that read everything, of those that attend: a in the paper's Mem%
         (engine/plan/layers.py).
         """
-        if self.dense is not None:
-            return self.dense
+        if self.of is not None:
+            return self.of.dense_share
         return 1.0 - len(self.partial_layers) / (self.num_layers - self.count(Role.RECURRENT))
 
     def describe(self) -> str:

@@ -43,8 +43,9 @@ class BrutalOffload(Method):
     def needs(self, plan: LayerPlan, config: ModelConfig, capacity: int, itemsize: int) -> Needs:
         # no graph over an offloaded bank: how much is copied depends on the length, which the host
         # knows
+        last = plan.all.seeing_layers[-self.layers :]
         return Needs(
-            offload=plan.each_layer[-self.layers :],
+            offload=tuple((layer,) for layer in plan.here(last)),
             staged_layers=self.ahead + 1,
             cuda_graph=True,
             sliding=True,

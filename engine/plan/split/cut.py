@@ -65,11 +65,11 @@ def part_plan(plan: LayerPlan, first: int, stop: int) -> LayerPlan:
         here = first <= group.filter_layer < stop
         if layers or here:
             number[i] = len(groups)
-            beyond = here and any(layer >= stop for layer in group.layers)
+            beyond = here and (group.beyond or any(layer >= stop for layer in group.layers))
             groups.append(Group(group.filter_layer - first, layers, beyond))
     group_of = tuple(None if g is None else number[g] for g in plan.group_of[first:stop])
     own = plan.roles[first:stop], tuple(groups), group_of
-    return LayerPlan(*own, plan.whole, plan.dense_share, tuple(map(plan.number_of, number)))
+    return LayerPlan(*own, plan.whole, plan.all, plan.first + first)
 
 
 def boundaries(plan: LayerPlan, divides: bool = False) -> list[int]:
