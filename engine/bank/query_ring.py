@@ -83,7 +83,7 @@ class QueryRing:
         return self.slots.index_select(2, where)
 
     def as_one(self, newest: torch.Tensor) -> torch.Tensor:
-        """What `newest` gave as one tensor, for a file."""
+        """What `newest` gave as one tensor, on the CPU or where the ring is."""
         return newest
 
     def taken(self, queries: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,7 @@ class Loaded:
         keep = partial(left_on_host, layers=streaming) if streaming else None
         cut = planner.cut
         if cut is not None:
-            stream = to_parts(stream, cut.starts, cut.devices)
+            stream = to_parts(stream, cut.starts, cut.devices, tied)
         model = assemble(
             config,
             planner.dtype,

@@ -90,7 +90,7 @@ class Planner:
         self.cut = cut  # where the layers lie, if on several devices
         if self.devices:
             require_parts(config)
-            require_roundable(self.rounding)
+            require_roundable(self.rounding, self.devices)
         method = options.method if options.method is not None else self._default_method()
         self.method, layers = self.resolve_method(method)
         options.require_positions(config, self.method, layers)
@@ -321,7 +321,9 @@ class Planner:
         for (first, stop), own, device, planned in each:
             given = part_of(self.config, first, stop), own, device, planned
             parts.append(self._placement_of(method, capacity, offload, *given))
-        found: Any = SplitPlacement(tuple(parts)) if any(p is not None for p in parts) else None
+        if all(part is None for part in parts):
+            return None
+        found: Any = SplitPlacement(tuple(parts), self.cut.starts)
         return found
 
     def _placement_of(

@@ -480,6 +480,9 @@ class Runtime:
         its layers.
         """
 
+    def carry_kept(self, part: int) -> None:
+        """As `carry`, before a step of `attend_kept`: what parts read in no other step."""
+
     def receive(self, group: int, other: Any, theirs: int) -> None:
         """Take over for `group` what `other`, the runtime of layers on another device, has chosen
         for its own group `theirs`. The host does not wait.

@@ -17,7 +17,7 @@ layers' rows of full attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 
 from engine.bank.base import Step
 from engine.base.checks import boolean, is_integer
+from engine.base.device import carried
 from engine.base.errors import SettingError
 from engine.methods.base import Method, Runtime, Setup
 from engine.model.config.config import ModelConfig
@@ -238,11 +239,18 @@ class Kept:
     tail_start int32 [B]: the first position of its tail, filled by the runner.
     """
 
-    by_part: Sequence[Runtime] = ()  # exact mode runs on one device
-
     def __init__(self, drafter: Runtime):
         self.drafter = drafter
+        self.by_part = tuple(map(Kept, drafter.by_part))
         self.tail_start = torch.zeros(1, dtype=torch.int32, device=drafter.setup.device)
+
+    def carry(self, part: int) -> None:
+        """Bring to a part the tail's begin, and what it reads that no layer of it has chosen."""
+        carried(self.tail_start, self.by_part[part].tail_start)
+        self.drafter.carry_kept(part)
+
+    def received(self, step: Step) -> None:
+        """Nothing is fetched: the first draft's step has."""
 
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Attention of q [1, 1, H, D] in one layer -> the same shape."""

@@ -99,6 +99,12 @@ class Rounding(Protocol):
         """
         ...
 
+    def of_part(self, config: ModelConfig, first: int) -> Rounding:
+        """The same of a part of a model's layers, the one that begins with layer `first`, whose
+        targets are numbered from 0 and whose tied lm_head has memory of its own. config: of all.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class OnTheWay:
@@ -196,6 +202,10 @@ class OnTheWay:
         times = {name: count for (name, _), count in counts.items()}
         return _counted(config, shapes, held, dtype, device, backend, said, times)
 
+    def of_part(self, config: ModelConfig, first: int) -> Rounding:
+        """As Rounding: matrices go by the last part of their names."""
+        return self
+
 
 def whole_bytes(columns: int, gpu: bool) -> Held:
     """int8 as float weights are rounded to it: groups of GPU_GROUP on a GPU and of GROUP in the C++
@@ -227,7 +237,7 @@ class AsStored:
     stored, as far as this device multiplies it: on a CPU tables, fp8, short groups and parts of
     different kinds become int8 in groups of GROUP. "float" dequantises everything, "int8" rounds
     again, with one scale per row. described: the format, for people. plain: a backend is forced, so
-    everything stays as it is.
+    everything stays as it is. tables: what is held as an embedding is.
     """
 
     forms: Mapping[str, tuple[Form | None, ...]]
@@ -236,6 +246,7 @@ class AsStored:
     gpu: bool
     plain: bool
     described: str
+    tables: tuple[str, ...] = ("embed",)
 
     @classmethod
     def of(
@@ -261,13 +272,13 @@ class AsStored:
         forms = self.forms.get(name, (None,))
         if self.word == "float" or len(shape) != 2 or not any(forms):
             return None
-        if name.split(".")[-1] not in (*MATRICES, "embed"):
+        if name.split(".")[-1] not in (*MATRICES, *self.tables):
             return None  # of a router and its like: few weights, multiplied as floats
         first, columns = forms[0], shape[1]
         if self.word == "int8" and name != "embed":
             return whole_bytes(columns, self.gpu)
         alike = first is not None and all(form == first for form in forms)
-        if alike and first is not None and (name == "embed" or self._kept(first, shape)):
+        if alike and first is not None and (name in self.tables or self._kept(first, shape)):
             group = min(first.group, columns)
             tiled = not self.gpu and not self.plain and not _native(first, columns)
             while tiled and group > GROUPS[-1] and columns % group == 0:
@@ -354,6 +365,18 @@ class AsStored:
             held["lm_head"] = whole_bytes(shapes["embed"][-1], self.gpu)
         said = f"{self.described}, "
         return _counted(config, shapes, held, dtype, device, backend, said)
+
+    def of_part(self, config: ModelConfig, first: int) -> Rounding:
+        """As Rounding: the forms by the part's numbers. A tied lm_head is held as the embedding."""
+        forms = {}
+        for name, form in self.forms.items():
+            number, dot, rest = name.partition(".")
+            own = f"{int(number) - first}.{rest}" if dot and number.isdecimal() else name
+            forms[own] = form
+        if not config.tied_embeddings:
+            return replace(self, forms=forms)
+        forms["lm_head"] = forms.get("embed", (None,))
+        return replace(self, forms=forms, tables=(*self.tables, "lm_head"))
 
 
 def _native(form: Form, columns: int) -> bool:

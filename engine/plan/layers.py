@@ -45,23 +45,20 @@ BY_DESIGN = (Role.LOCAL, Role.RECURRENT)
 class Group:
     """The sparse layers that share the selection of one filter layer; possibly none.
 
-    Of a part of a model's layers, numbered from 0: a filter layer below 0 lies in a part before;
-    beyond: layers of later parts read the selection too.
+    Of a part of a model's layers, numbered from 0: here: the filter layer lies in the part, else in
+    another, and its number is beside those of the part. beyond: layers of later parts read the
+    selection too.
     """
 
     filter_layer: int
     layers: tuple[int, ...]
     beyond: bool = False
+    here: bool = True
 
     @property
     def serves(self) -> bool:
         """Whether any layer reads the selection, in this part or a later one."""
         return bool(self.layers) or self.beyond
-
-    @property
-    def chosen_here(self) -> bool:
-        """Whether the filter layer lies in this part."""
-        return self.filter_layer >= 0
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,8 @@ class LayerPlan:
     @property
     def chooses(self) -> bool:
         """Whether some layer reads a selection: one of these, or one of a later part."""
-        return bool(self.sparse_layers) or any(group.beyond for group in self.groups)
+        told = any(group.beyond or not group.here for group in self.groups)
+        return bool(self.sparse_layers) or told
 
     def number_of(self, group: int) -> int:
         """The number of a group among all of the model's."""
@@ -141,6 +139,9 @@ class LayerPlan:
         """The group whose selection serves a layer when no layer chooses anew: its own, else the
         nearest below that has sparse layers, else the first.
         """
+        if self.of is not None:
+            number = self.of.kept_group(self.first + layer)
+            return next(i for i in range(len(self.groups)) if self.number_of(i) == number)
         serving = [i for i, group in enumerate(self.groups) if group.layers]
         below = [i for i in serving if self.groups[i].filter_layer <= layer]
         return below[-1] if below else serving[0]

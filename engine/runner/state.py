@@ -357,7 +357,8 @@ class SessionState:
             return
         queries, window = None, self.runtime.needs.window
         if window and self.query_ring.high == state.length:
-            queries = self.query_ring.newest(window + state.length - state.base).cpu()
+            newest = self.query_ring.newest(window + state.length - state.base)
+            queries = self.query_ring.as_one(newest).cpu()
         states.add(replace(state.snapshot(), turn=turn, queries=queries, end=state.length))
 
     def keep_queries(self) -> None:
@@ -380,7 +381,7 @@ class SessionState:
             state.load(point, min(point.length, n))
             if point.queries is not None:
                 ring, width = self.query_ring, point.queries.shape[2]
-                ring.write_chunk(point.queries.to(ring.slots), point.end)
+                ring.write_chunk(ring.taken(point.queries), point.end)
                 ring.set_valid(point.end - width, state.length)
         return state.length
 

@@ -28,7 +28,7 @@ from engine.load.loaded import Loaded
 from engine.methods.base import Method, Runtime, Setup
 from engine.methods.full import Full
 from engine.methods.split.context_runtime import context_runtime
-from engine.methods.split.split_runtime import SplitRuntime
+from engine.methods.split.exact_runtime import over_parts
 from engine.model.config.config import ModelConfig
 from engine.model.llama import Llama
 from engine.model.share.divide import whole_of
@@ -156,7 +156,7 @@ class StepRunner:
             with current(setup.device):
                 parts.append(method.runtime(setup))
         whole = replace(setups[0], config=self._loaded.config, plan=plan)
-        return SplitRuntime(method, whole, parts, cut.starts)
+        return over_parts(method, whole, parts, cut.starts)
 
     def issued_by(
         self, attends: Attends, needs: Needs, token: torch.Tensor, layers: int = 0

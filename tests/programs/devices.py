@@ -57,12 +57,17 @@ def compared(place, method, devices, split, prompt, steps, offload="auto") -> st
     return f"{want[2][0]} sparse steps, cut at {starts}: {'equal' if same else 'DIFFERS'}"
 
 
+def cuts(devices: int) -> tuple[tuple[int, ...] | None, ...]:
+    """The planner's cut, and two uneven ones."""
+    return None, (1, *(3,) * (devices - 1)), (3, *(1,) * (devices - 1))
+
+
 def methods(folder: Path, devices: int, offload: str, only: list[str]) -> Iterator[tuple[str, str]]:
     """(name, line) of every method of the table, at three cuts."""
     place = model_folder(folder / "methods")
     for row in ROWS:
         for method in row.sparse or (row.neutral,):
-            for split in (None, (1, *(3,) * (devices - 1)), (3, *(1,) * (devices - 1))):
+            for split in cuts(devices):
                 if not only or row.name in only:
                     yield row.name, compared(place, method, devices, split, 300, 8, offload)
 

@@ -75,6 +75,11 @@ class RecurrentState:
         self._pending: dict[int, _Chunk] = {}
 
     @property
+    def device(self) -> torch.device:
+        """Where it is held."""
+        return self._base.device
+
+    @property
     def nbytes(self) -> int:
         """Bytes held, but for a pending chunk's."""
         held = (self._states, self._inputs, *self._tails, self._base)

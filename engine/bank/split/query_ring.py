@@ -29,6 +29,11 @@ class SplitQueries:
         return (layers, *self.parts[0].shape[1:4], widest)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """As of the one tensor."""
+        return self.parts[0].dtype
+
+    @property
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(part.nbytes for part in self.parts)

@@ -15,6 +15,7 @@ import torch
 
 from engine.bank.base import Bank, PromptRows, SparseRows, Step, StepRows
 from engine.bank.split.placement import SplitPlacement
+from engine.bank.split.split_state import SplitState
 from engine.bank.window_ring import WindowRing
 from engine.base.device import current
 from engine.model.config.config import ModelConfig
@@ -41,6 +42,8 @@ class SplitBank(Bank):
         super().__init__(config, capacity, dtype, cut.devices[0])
         self._config, self._floats = config, dtype
         self.cut, self.parts = cut, tuple(parts)
+        states = [part.recurrent for part in parts if part.recurrent is not None]
+        self.recurrent = SplitState(states) if states else None
         self._twin: SplitBank | None = None  # a bank that has some of these parts too
         self._closed = False
         self.capacity = max(part.capacity for part in parts)
@@ -48,7 +51,7 @@ class SplitBank(Bank):
         self.overwrites = any(part.overwrites for part in parts)
         if self.tiered:
             placements = tuple(part.placement for part in parts)
-            self.placement: Any = SplitPlacement(placements)
+            self.placement: Any = SplitPlacement(placements, cut.starts)
 
     def _of(self, layer: int) -> tuple[Bank, int]:
         part, number = self.cut.of(layer)

@@ -12,7 +12,7 @@ from engine.load.split.split_plan import SplitPlan
 from engine.methods.base import Method
 from engine.methods.split.allowed import divides
 from engine.model.config.config import ModelConfig
-from engine.model.low_bits import Rounding
+from engine.model.low_bits import FewBits, Rounding
 from engine.model.parts.config import part_of
 from engine.plan.free_memory import free_bytes
 from engine.plan.layers import LayerPlan
@@ -47,35 +47,22 @@ class SplitPlanning:
     def cut(self, method: Method, layers: LayerPlan, context: int) -> Cut:
         """Where the layers are cut, for sessions of so many tokens."""
         config, size = self._config, self._dtype.itemsize
-        each = [part_of(config, i, i + 1) for i in range(config.num_layers)]
-        table = config.vocab_size * config.hidden_size
-        held = self._weight_bytes(config) / max(1, config.parameters)
         windows = config.windows or (0,) * config.num_layers
         bytes_of = []
-        for one, window in zip(each, windows):
-            begins, ends = one.ends
-            own = one.parameters - table * begins - (table + config.hidden_size) * ends
+        for layer, window in enumerate(windows):
+            one = part_of(config, layer, layer + 1)
+            held = self._weights(one, 0, layer)
+            own = one.parameters * size if held is None else held.nbytes
             rows = min(context, 2 * window) if window else context
-            bytes_of.append(own * held + rows * config.kv_bytes(size, local=window > 0))
-        first, last = table * size, table * (held if self._weights(each[-1], -1) else size)
+            bytes_of.append(own + rows * config.kv_bytes(size, local=window > 0))
         room = [self._free(device) for device in self._devices]
-        return choose_cut(
-            method.name,
-            layers,
-            self._devices,
-            bytes_of,
-            (first, last),
-            room,
-            self._split,
-            divides(method),
-        )
+        given = bytes_of, room, self._split, divides(method)
+        return choose_cut(method.name, layers, self._devices, *given)
 
-    def _weights(self, config: ModelConfig, part: int) -> Any:
-        return self._rounding.bytes(config, self._dtype, self._devices[part], self._backend)
-
-    def _weight_bytes(self, config: ModelConfig) -> int:
-        found = self._weights(config, 0)
-        return config.parameters * self._dtype.itemsize if found is None else found.nbytes
+    def _weights(self, config: ModelConfig, part: int, first: int) -> FewBits | None:
+        """The weights of a part that begins with layer `first`, on the device of number `part`."""
+        own = self._rounding.of_part(self._config, first)
+        return own.bytes(config, self._dtype, self._devices[part], self._backend)
 
     def _free(self, device: torch.device) -> float:
         budget = self._budgets[device.type]
@@ -132,7 +119,7 @@ class SplitPlanning:
                     budget=self._budgets[device.type],
                     host_budget=self._budgets["cpu"],
                     offload=offload,
-                    weights=self._weights(config, number),
+                    weights=self._weights(config, number, first),
                     shared_by=(self._devices.count(device), len(self._devices)),
                     **self._settings,
                 )

@@ -29,7 +29,7 @@ class SplitPlan(Plan):
         """
         placements = tuple(part.placement for part in parts)
         any_host = any(placement is not None for placement in placements)
-        placement: Any = SplitPlacement(placements) if any_host else None
+        placement: Any = SplitPlacement(placements, starts) if any_host else None
         own = dict(
             device=", ".join(part.device for part in parts),
             items=_sums(parts, {name: note for name, _, note in whole.items}),

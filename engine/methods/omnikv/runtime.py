@@ -202,7 +202,7 @@ class OmniKVRuntime(Runtime):
             return
         for step in steps:
             for group in self.plan.groups:
-                if group.chosen_here and group.serves:
+                if group.here and group.serves:
                     layer = group.filter_layer
                     self.attend(layer, step.window_queries(layer, 1), step)
                 # race: the next choice would be written while this one is looked up
@@ -219,7 +219,7 @@ class OmniKVRuntime(Runtime):
         """Fetch what was chosen elsewhere for layers of this part."""
         if self.needs.fetches:
             for own, index, counts in zip(self.plan.groups, self.index, self.counts):
-                if not own.chosen_here:
+                if not own.here:
                     step.bank.fetch(own.layers, index, counts)
 
     # ---------------------------------------------------------------- what a step read
@@ -243,7 +243,7 @@ class OmniKVRuntime(Runtime):
         return {
             group.filter_layer: self.chosen_rows(group.filter_layer).unique().cpu()
             for group in self.plan.groups
-            if group.serves and group.chosen_here
+            if group.serves and group.here
         }
 
     def selection_scores(self) -> dict[int, torch.Tensor]:

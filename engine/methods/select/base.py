@@ -298,7 +298,7 @@ class Selecting(Runtime):
     def selections(self) -> dict[int, torch.Tensor]:
         """{filter layer: positions that any head chose in the last step, ascending}, sequence 0."""
         groups = map(self.plan.groups.__getitem__, self.chosen)
-        layers = (group.filter_layer for group in groups if group.chosen_here)
+        layers = (group.filter_layer for group in groups if group.here)
         found = ((layer, self.chosen_rows(layer).unique()) for layer in layers)
         return {layer: rows[rows >= 0].cpu() for layer, rows in found}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from engine.base.errors import SettingError
 from engine.methods.base import Method
+from engine.methods.exact import Exact
 
 RUN = (
     "brutal_offload",
@@ -38,6 +39,10 @@ RUN = (
 
 def why_not(method: Method) -> str:
     """Why several devices cannot run a method with these settings; "" where they can."""
+    if isinstance(method, Exact):
+        if method.early_exit:
+            return "drafts by the first layers and the head, which lie on two; let omnikv draft"
+        return why_not(method.method)
     if method.name not in RUN:
         return "goes by the numbers of all layers, or runs some of them twice"
     sparsely = getattr(method, "dense_layers", "dense") == "block_sparse"

@@ -121,7 +121,17 @@ class SplitRuntime(Runtime):
     def carry(self, part: int) -> None:
         own = self.by_part[part]
         for group, source, theirs in self._carried[part]:
-            own.receive(group, self.by_part[source], theirs)
+            if own.plan.groups[group].layers:
+                own.receive(group, self.by_part[source], theirs)
+
+    def carry_kept(self, part: int) -> None:
+        """Bring to a part, before a step in which no layer chooses, what layers of it read then and
+        in no other step.
+        """
+        own = self.by_part[part]
+        for group, source, theirs in self._carried[part]:
+            if not own.plan.groups[group].layers:
+                own.receive(group, self.by_part[source], theirs)
 
     def warm(self, steps: Iterable[Step]) -> None:
         if not self.needs.fetches:
@@ -199,12 +209,12 @@ def _carried(own: int, parts: Sequence[Runtime]) -> list[tuple[int, int, int]]:
     """(group, part whose filter layer chooses for it, its number there) of a part's groups that it
     does not choose for itself.
     """
-    found = []
-    for group, one in enumerate(parts[own].plan.groups):
-        if not one.chosen_here:
-            number = parts[own].plan.number_of(group)
-            for source in range(own):
-                plan = parts[source].plan
-                theirs = [i for i in range(len(plan.groups)) if plan.number_of(i) == number]
-                found += [(group, source, i) for i in theirs if plan.groups[i].chosen_here]
-    return found
+    chosen = {
+        part.plan.number_of(i): (number, i)
+        for number, part in enumerate(parts)
+        for i, group in enumerate(part.plan.groups)
+        if group.here
+    }
+    plan = parts[own].plan
+    elsewhere = [i for i, group in enumerate(plan.groups) if not group.here]
+    return [(i, *chosen[plan.number_of(i)]) for i in elsewhere]

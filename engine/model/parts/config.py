@@ -14,10 +14,8 @@ def require_parts(config: ModelConfig) -> None:
     """
     block = config.block
     for has, what in (
-        (config.recurrent is not None, "recurrent layers, whose state is one piece"),
         (bool(config.row_layers), "layers that read the rows of others"),
         (bool(block.per_layer or block.streams), "embeddings that go to every layer"),
-        (config.names.halves, "two halves that are stored as layers of their own"),
     ):
         if has:
             raise SettingError(
@@ -30,6 +28,10 @@ def part_of(config: ModelConfig, first: int, stop: int) -> ModelConfig:
     with the head where they are the last. A tied head is a table of its own there.
     """
     experts, block, windows = config.experts, config.block, config.windows[first:stop]
+    recurrent, names = config.recurrent, config.names
+    if recurrent is not None:
+        layers = tuple(layer - first for layer in recurrent.layers if first <= layer < stop)
+        recurrent = replace(recurrent, layers=layers) if layers else None
     if experts is not None:
         dense = tuple(layer - first for layer in experts.dense if first <= layer < stop)
         experts = replace(experts, dense=dense)
@@ -40,6 +42,8 @@ def part_of(config: ModelConfig, first: int, stop: int) -> ModelConfig:
         local_heads=config.local_heads if any(windows) else None,
         layer_ropes=config.layer_ropes[first:stop],
         experts=experts,
+        recurrent=recurrent,
+        names=replace(names, halves=names.halves[first:stop]),
         block=replace(block, cuts=block.cuts[first:stop]),
         bare=tuple(layer - first for layer in config.bare if first <= layer < stop),
         tied_embeddings=False,

@@ -13,6 +13,7 @@ from engine.model.config.config import ModelConfig
 from engine.model.llama import Llama
 from engine.model.parts.config import part_of
 from engine.model.rope import Rotary
+from kernels.quant.matrix import Quantised
 
 
 def parted(
@@ -54,12 +55,19 @@ def parted_rotary(model: Llama, far: bool) -> Rotary:
 
 
 def to_parts(
-    stream: Iterable[tuple[str, Any]], starts: Sequence[int], devices: Sequence[torch.device]
+    stream: Iterable[tuple[str, Any]],
+    starts: Sequence[int],
+    devices: Sequence[torch.device],
+    tied: bool,
 ) -> Iterator[tuple[str, Any]]:
     """Bring each weight of a stream of (target name, tensor or Quantised) to its part's device: the
-    embedding to the first, the last norm and the head to the last.
+    embedding to the first, the last norm and the head to the last. An embedding in few bits that is
+    the head as well comes a second time, before it, unless the stream has a head.
     """
     for name, weight in stream:
+        tied = tied and name != "lm_head"
+        if name == "embed" and tied and isinstance(weight, Quantised):
+            yield "lm_head", weight.to(devices[-1])
         number = name.split(".")[0]
         device = devices[0] if name == "embed" else devices[-1]
         if number.isdecimal():

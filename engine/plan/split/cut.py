@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
 from engine.base.errors import SettingError
-from engine.plan.layers import Group, LayerPlan
+from engine.plan.layers import Group, LayerPlan, Role
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,19 @@ def found_in(starts: Sequence[int], layer: int) -> tuple[int, int]:
 
 def part_plan(plan: LayerPlan, first: int, stop: int) -> LayerPlan:
     """The layer plan of the layers first .. stop-1, numbered from 0: with the groups that they
-    choose for, and with those of earlier layers that some of them read.
+    choose for, with those of other layers that some of them read, and in exact mode with those that
+    some of them read in a step in which no layer chooses.
     """
     groups: list[Group] = []
     number: dict[int, int] = {}
+    kept = set(map(plan.kept_group, range(first, stop))) if plan.whole and plan.chooses else set()
     for i, group in enumerate(plan.groups):
         layers = tuple(layer - first for layer in group.layers if first <= layer < stop)
         here = first <= group.filter_layer < stop
-        if layers or here:
+        if layers or here or i in kept:
             number[i] = len(groups)
             beyond = here and (group.beyond or any(layer >= stop for layer in group.layers))
-            groups.append(Group(group.filter_layer - first, layers, beyond))
+            groups.append(Group(group.filter_layer - first, layers, beyond, here))
     group_of = tuple(None if g is None else number[g] for g in plan.group_of[first:stop])
     own = plan.roles[first:stop], tuple(groups), group_of
     return LayerPlan(*own, plan.whole, plan.all, plan.first + first)
@@ -90,7 +92,6 @@ def choose_cut(
     plan: LayerPlan,
     devices: Sequence[torch.device],
     bytes_of: Sequence[float],
-    ends: tuple[float, float],
     room: Sequence[float],
     split: Sequence[int] | None = None,
     divides: bool = False,
@@ -98,25 +99,28 @@ def choose_cut(
     """Return the cut under which the fullest device is least full, of a method, `name`, with this
     plan. divides: whether its groups may be.
 
-    bytes_of: of each layer with its part of the bank; ends: of the embedding, which goes with the
-    first layer, and of the head. room: bytes of each device. split: the layers of each part, or
-    what they are to be in proportion to; each boundary is then the nearest that may be one. Raises
-    SettingError where there are fewer places to cut than devices.
+    bytes_of: of each layer with its part of the bank, of the first with the embedding, of the last
+    with the head. room: bytes of each device. split: the layers of each part, or what they are to
+    be in proportion to; each boundary is then the nearest that may be one. Every part
+    has a layer that attends. Raises SettingError where there are fewer places to cut than devices.
     """
     free, parts, count = boundaries(plan, divides), len(devices), plan.num_layers
-    if len(free) < parts - 1:
-        most, why = len(free) + 1, ", whose groups that share a selection stay together"
-        if parts > count:
-            most, why = count, ""
+    seen = list(accumulate((role is not Role.RECURRENT for role in plan.roles), initial=0))
+    most, why = (
+        min(len(free) + 1, seen[count]),
+        ", whose groups that share a selection stay together",
+    )
+    if most < parts:
+        if parts > seen[count]:
+            most, why = seen[count], " that attend" * (seen[count] < count)
         raise SettingError(
             f"devices: found {parts}, expected at most {most} for {name} over {count} layers{why}"
         )
     if split is not None:
-        return Cut(_nearest(free, split, count), tuple(devices))
+        return Cut(_nearest(free, split, seen), tuple(devices))
     sums = [0.0]
-    for number, size in enumerate(bytes_of):
-        more = (ends[0] if number == 0 else 0) + (ends[1] if number == count - 1 else 0)
-        sums.append(sums[-1] + size + more)
+    for size in bytes_of:
+        sums.append(sums[-1] + size)
     # best[c]: (how full the fullest is, the starts so far) where the parts so far end at layer c
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for part in range(parts):
@@ -126,7 +130,7 @@ def choose_cut(
             ways = [
                 (max(full, (sums[stop] - sums[first]) / max(room[part], 1.0)), (*starts, first))
                 for first, (full, starts) in best.items()
-                if first < stop
+                if seen[first] < seen[stop]
             ]
             if ways:
                 found[stop] = min(ways)
@@ -134,14 +138,17 @@ def choose_cut(
     return Cut((*best[count][1], count), tuple(devices))
 
 
-def _nearest(free: Sequence[int], split: Sequence[int], count: int) -> tuple[int, ...]:
-    """The starts nearest to the proportions `split`, each of them in `free`, and `count`."""
-    starts, done = [0], 0
+def _nearest(free: Sequence[int], split: Sequence[int], seen: Sequence[int]) -> tuple[int, ...]:
+    """The starts nearest to the proportions `split`, each of them in `free`, and the number of
+    layers. seen: how many of the layers before each number attend, one at least in every part.
+    """
+    starts, done, count = [0], 0, len(seen) - 1
     for part, share in enumerate(split[:-1]):
         done += share
         wanted, later = done * count / sum(split), len(split) - 2 - part
-        open_ = [layer for layer in free if layer > starts[-1]]
+        open_ = [layer for layer in free if seen[layer] > seen[starts[-1]]]
         open_ = open_[: len(open_) - later]  # those after it need a place each
+        open_ = [layer for layer in open_ if seen[count] - seen[layer] > later]
         starts.append(min(open_, key=lambda layer: abs(layer - wanted)))
     return (*starts, count)
 

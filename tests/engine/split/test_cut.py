@@ -63,10 +63,10 @@ def test_a_divided_group_is_known_wherever_its_layers_are(plan):
             for number, group in enumerate(part.groups):
                 whole = plan.groups[part.number_of(number)]
                 assert whole.filter_layer == first + group.filter_layer
-                assert group.chosen_here == (first <= whole.filter_layer)
+                assert group.here == (first <= whole.filter_layer)
                 later = any(layer >= stop for layer in whole.layers)
-                assert group.beyond == (group.chosen_here and later)
-                assert group.layers or group.chosen_here
+                assert group.beyond == (group.here and later)
+                assert group.layers or group.here
                 seen[part.number_of(number)] += tuple(first + layer for layer in group.layers)
             for layer, role in enumerate(part.roles):
                 if role is Role.SPARSE:
@@ -91,18 +91,15 @@ def test_the_fullest_device_is_as_empty_as_it_can_be(seed):
     plan = PLANS[seed % len(PLANS)]
     count = min(draw.randint(2, 4), len(boundaries(plan)) + 1)
     sizes = [draw.uniform(1, 9) for _ in range(plan.num_layers)]
-    ends, room = (
-        (draw.uniform(0, 20), draw.uniform(0, 20)),
-        [draw.uniform(1, 9) for _ in range(count)],
-    )
-    sums = [ends[0] * (i == 0) + size for i, size in enumerate(sizes)]
-    sums[-1] += ends[1]
+    sizes[0] += draw.uniform(0, 20)
+    sizes[-1] += draw.uniform(0, 20)
+    room = [draw.uniform(1, 9) for _ in range(count)]
 
     def fullest(starts):
         spans = pairwise((0, *starts, plan.num_layers))
-        return max(sum(sums[a:b]) / space for (a, b), space in zip(spans, room, strict=True))
+        return max(sum(sizes[a:b]) / space for (a, b), space in zip(spans, room, strict=True))
 
-    found = choose_cut("omnikv", plan, (CPU,) * count, sizes, ends, room)
+    found = choose_cut("omnikv", plan, (CPU,) * count, sizes, room)
     best = min(map(fullest, combinations(boundaries(plan), count - 1)))
     assert fullest(found.starts[1:-1]) == pytest.approx(best, rel=1e-9)
     found.require_whole("omnikv", plan)
@@ -114,7 +111,7 @@ def test_a_split_takes_the_nearest_boundaries():
 
     def starts(plan, *split, divides=False):
         devices = (CPU,) * len(split)
-        given = even, (0.0, 0.0), room, split, divides
+        given = even, room, split, divides
         return choose_cut("x", plan, devices, *given).starts
 
     assert starts(full, 1, 3) == (0, 8, 32) and starts(full, 12, 20) == (0, 12, 32)
@@ -128,9 +125,9 @@ def test_a_split_takes_the_nearest_boundaries():
 
 def test_more_devices_than_places_to_cut_are_refused():
     with pytest.raises(SettingError, match="found 5, expected at most 4 for full over 4 layers"):
-        choose_cut("full", layer_plan(4), (CPU,) * 5, [1.0] * 4, (0.0, 0.0), [1.0] * 5)
+        choose_cut("full", layer_plan(4), (CPU,) * 5, [1.0] * 4, [1.0] * 5)
     with pytest.raises(SettingError, match="at most 3 for omnikv over 7 layers, whose groups"):
-        choose_cut("omnikv", layer_plan(7, (1, 4)), (CPU,) * 4, [1.0] * 7, (0, 0), [1.0] * 4)
+        choose_cut("omnikv", layer_plan(7, (1, 4)), (CPU,) * 4, [1.0] * 7, [1.0] * 4)
 
 
 def test_a_part_of_a_part_keeps_the_share_of_all():

@@ -108,7 +108,7 @@ def brought(chosen: Selection, layers: tuple[int, ...], step: Step) -> Selection
 def bring_received(chosen: Mapping[int, Selection], groups: Sequence[Group], step: Step) -> None:
     """As `brought`, of the choices, by group, that were made on another device."""
     for number, one in chosen.items():
-        if not groups[number].chosen_here:
+        if not groups[number].here:
             brought(one, groups[number].layers, step)
 
 
