@@ -237,7 +237,8 @@ class AsStored:
     stored, as far as this device multiplies it: on a CPU tables, fp8, short groups and parts of
     different kinds become int8 in groups of GROUP. "float" dequantises everything, "int8" rounds
     again, with one scale per row. described: the format, for people. plain: a backend is forced, so
-    everything stays as it is. tables: what is held as an embedding is.
+    everything stays as it is. tables: what is held as an embedding is: with lm_head, whose
+    values are the same, both are held as for products.
     """
 
     forms: Mapping[str, tuple[Form | None, ...]]
@@ -364,7 +365,8 @@ class AsStored:
             shapes["lm_head"] = shapes["embed"]
             held["lm_head"] = whole_bytes(shapes["embed"][-1], self.gpu)
         said = f"{self.described}, "
-        return _counted(config, shapes, held, dtype, device, backend, said)
+        packed = "lm_head" in self.tables
+        return _counted(config, shapes, held, dtype, device, backend, said, packed=packed)
 
     def of_part(self, config: ModelConfig, first: int) -> Rounding:
         """As Rounding: the forms by the part's numbers. A tied lm_head is held as the embedding."""
@@ -373,7 +375,7 @@ class AsStored:
             number, dot, rest = name.partition(".")
             own = f"{int(number) - first}.{rest}" if dot and number.isdecimal() else name
             forms[own] = form
-        if not config.tied_embeddings:
+        if not config.tied_embeddings or self.word == "int8":
             return replace(self, forms=forms)
         forms["lm_head"] = forms.get("embed", (None,))
         return replace(self, forms=forms, tables=(*self.tables, "lm_head"))
@@ -433,9 +435,10 @@ def _counted(
     backend: str,
     said: str,
     times: Mapping[str, int] | None = None,
+    packed: bool = False,
 ) -> FewBits:
     """Count all tensors: `held` says how; what it does not is in `dtype`. times: how many there are
-    of each, where `shapes` names one for all.
+    of each, where `shapes` names one for all. packed: the embedding is held as for products.
     """
     sizes: dict[str, int] = {}
     forms: dict[str, str] = {}
@@ -446,7 +449,7 @@ def _counted(
             sizes[name] = math.prod(shape) * dtype.itemsize
             continue
         pair, form = (shape[0], shape[1]), "blocks"
-        shared = name == "embed" and shared_table
+        shared = name == "embed" and (shared_table or packed)
         if name != "embed" or shared:
             form = one.form(pair, dtype, device, backend)
         sizes[name] = one.bytes(pair, form)

@@ -109,6 +109,10 @@ class LayerPlan:
         """The plan of all the model's layers."""
         return self if self.of is None else self.of
 
+    def is_last(self, layer: int) -> bool:
+        """Whether a layer is the model's last."""
+        return self.first + layer == self.all.num_layers - 1
+
     def here(self, layers: Iterable[int]) -> tuple[int, ...]:
         """Those of the model's layers, by their numbers among all, that lie in this part, by their
         numbers in it.

@@ -62,7 +62,8 @@ class RandomTopKRuntime(GranularRuntime):
     def score(self, layer: int, q: torch.Tensor, step: Step, lengths: list[int]) -> None:
         """In place: no temporary grows with the context."""
         lists = len(self.scores) // len(q)
-        stream = lists * self.group(layer) + torch.arange(lists, device=q.device)
+        number = self.plan.number_of(self.group(layer))
+        stream = lists * number + torch.arange(lists, device=q.device)
         factor = factors(step.visible[:, None], self.method.seed, stream).flatten()
         longest = max(lengths)
         draw(self.numbers[:longest], factor, self.scores[:, :longest])

@@ -144,8 +144,7 @@ class QuoKARuntime(Runtime):
     def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         """Each block by its own choice; dense where the budget covers the past."""
         blocks = list(self.method.blocks(start, start + q.shape[1]))
-        last = layer == self.setup.config.num_layers - 1
-        if last or not any(kept for *_, kept in blocks):
+        if self.plan.is_last(layer) or not any(kept for *_, kept in blocks):
             return super().attend_prompt(layer, q, bank, start)
         k, v = bank.kv(layer)
         given = self.scale, self.setup.backend, self.softmax[layer]

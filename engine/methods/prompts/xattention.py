@@ -140,7 +140,7 @@ class XAttentionRuntime(Runtime):
     def attend_prompt(self, layer: int, q: torch.Tensor, bank: Bank, start: int) -> torch.Tensor:
         """Each block by its own choice; dense where nothing can be left out."""
         blocks = list(self.method.blocks(start, start + q.shape[1]))
-        if layer == self.setup.config.num_layers - 1 or not blocks[-1][2]:
+        if self.plan.is_last(layer) or not blocks[-1][2]:
             return super().attend_prompt(layer, q, bank, start)
         k, v = bank.kv(layer)
         choosing = [block for block in blocks if block[2]]

@@ -1,8 +1,9 @@
 """Which methods run over a model whose layers lie on several devices.
 
 A method is let through where tests/programs/devices.py has found one device's logits to the bit:
-its layers look at their own rows, or choose for layers of their own group, which stays together.
-The others keep tables, stores or draws by the numbers of all layers, or run layers twice.
+its layers look at their own rows, or choose for layers of their own group, whose list crosses where
+the group is cut. The others keep tables or stores by the numbers of all layers, or run layers
+twice.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ RUN = (
     "oracle_topp",
     "pqcache",
     "quest",
+    "quoka",
+    "random_topk",
     "retroinfer",
     "shadowkv",
     "sparq",
     "tidaldecode",
+    "xattention",
 )
 
 
@@ -43,17 +47,14 @@ def why_not(method: Method) -> str:
         if method.early_exit:
             return "drafts by the first layers and the head, which lie on two; let omnikv draft"
         return why_not(method.method)
-    if method.name not in RUN:
-        return "goes by the numbers of all layers, or runs some of them twice"
-    sparsely = getattr(method, "dense_layers", "dense") == "block_sparse"
-    if sparsely or getattr(method, "prefill_ratio", None):
-        return "reads prompts by the plan of all layers; leave prefill_ratio and dense_layers out"
-    return ""
+    return "" if method.name in RUN else "goes by the numbers of all layers, or evicts"
 
 
 def divides(method: Method) -> bool:
-    """Whether what a layer chooses may cross to the devices behind it."""
-    return True
+    """Whether what a layer chooses may cross to the devices behind it: not where a prompt's blocks
+    choose too.
+    """
+    return not getattr(method, "prefill_ratio", None)
 
 
 def require_split(method: Method) -> None:

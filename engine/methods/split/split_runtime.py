@@ -151,6 +151,9 @@ class SplitRuntime(Runtime):
     def rows_read(self, n: int) -> list[int]:
         return self._listed(lambda part: part.rows_read(n))
 
+    def kept_rows(self, n: int) -> list[int]:
+        return self._listed(lambda part: part.kept_rows(n))
+
     def choosing_bytes(self, n: int) -> int:
         return sum(part.choosing_bytes(n) for part in self.by_part)
 

@@ -62,15 +62,15 @@ def to_parts(
 ) -> Iterator[tuple[str, Any]]:
     """Bring each weight of a stream of (target name, tensor or Quantised) to its part's device: the
     embedding to the first, the last norm and the head to the last. An embedding in few bits that is
-    the head as well comes a second time, before it, unless the stream has a head.
+    the head as well comes a second time, behind it, unless the stream has a head.
     """
     for name, weight in stream:
         tied = tied and name != "lm_head"
-        if name == "embed" and tied and isinstance(weight, Quantised):
-            yield "lm_head", weight.to(devices[-1])
         number = name.split(".")[0]
         device = devices[0] if name == "embed" else devices[-1]
         if number.isdecimal():
             device = next(d for d, stop in zip(devices, starts[1:]) if int(number) < stop)
         yield name, weight.to(device)
+        if name == "embed" and tied and isinstance(weight, Quantised):
+            yield "lm_head", weight.to(devices[-1])
         del weight

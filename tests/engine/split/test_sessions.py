@@ -329,7 +329,27 @@ def test_every_other_method_is_refused_in_one_line(folder):
     tried = {method.name for method in refused.values()} | set(RUN)
     assert set(NAMES) - tried <= {"random_eviction"}, "neither runs nor is refused"
     llm = several(folder, method=Full())
-    for method in (refused["h2o"], refused["xattention"], OmniKV(prefill_ratio=2)):
+    for method in (refused["h2o"], refused["kascade"], refused["minference"]):
         with pytest.raises(SettingError, match="several devices, but it") as raised:
             llm.session(method=method)
         assert "\n" not in str(raised.value)
+
+
+def test_prompts_that_choose_keep_groups_whole(folder):
+    """Blocks of a prompt choose for the layers of a group, which stays on one device."""
+    settings = dict(prefill_ratio=2, prefill_block=16, prefill_dense_end=32)
+    method = OmniKV(**SPARSE, **settings)
+    llm = several(folder, split=(3, 4), method=method)
+    assert llm.planner.cut.starts[1] in (1, 4)
+    one = one_of(folder, method=method)
+    for offload in ("device", "host"):
+        found = []
+        for model in (llm, one):
+            with model.session(offload=offload) as session:
+                logits = [session.prefill(ids_of(200)), session.decode(5), session.decode(6)]
+                found.append(torch.stack(logits))
+        assert torch.equal(*found)
+    cut = several(folder, split=(3, 4), method=METHODS["omnikv"])
+    with cut.session() as session, pytest.raises(SettingError, match="layer 3 begins a device"):
+        session.prefill(ids_of(100))
+        session.set_method(method)
