@@ -109,6 +109,11 @@ class LayerPlan:
         """The plan of all the model's layers."""
         return self if self.of is None else self.of
 
+    def own(self, values: Sequence[int]) -> list[int]:
+        """Of one value for each of the model's `partial_layers` those of this part's."""
+        layers = (layer - self.first for layer in self.all.partial_layers)
+        return [value for layer, value in zip(layers, values) if 0 <= layer < self.num_layers]
+
     def is_last(self, layer: int) -> bool:
         """Whether a layer is the model's last."""
         return self.first + layer == self.all.num_layers - 1

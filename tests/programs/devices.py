@@ -14,12 +14,14 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from engine import LLM, Full
 from engine.base.errors import EngineError
+from engine.methods.split.allowed import why_not
 from tests.engine.methods.method_table import ROWS
 from tests.engine.ranks.model import SETTINGS, ids_of, model_folder
 from tools.families.models import VARIANTS, make
@@ -67,6 +69,8 @@ def methods(folder: Path, devices: int, offload: str, only: list[str]) -> Iterat
     place = model_folder(folder / "methods")
     for row in ROWS:
         for method in row.sparse or (row.neutral,):
+            if why_not(method) and getattr(method, "forget", False):
+                method = replace(method, forget=False)
             for split in cuts(devices):
                 if not only or row.name in only:
                     yield row.name, compared(place, method, devices, split, 300, 8, offload)

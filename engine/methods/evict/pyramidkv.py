@@ -30,8 +30,9 @@ class PyramidKV(SnapKV):
 
     def budgets(self, plan: LayerPlan, length: int) -> list[int]:
         """Falling, with the sum of equal ones up to one token a layer."""
-        layers = len(plan.partial_layers)
-        return pyramid(layers, self.budget(plan, length), length, self.window, self.beta)
+        layers = len(plan.all.partial_layers)
+        found = pyramid(layers, self.budget(plan, length), length, self.window, self.beta)
+        return plan.own(found)
 
 
 def pyramid(layers: int, budget: int, length: int, window: int, beta: int) -> list[int]:

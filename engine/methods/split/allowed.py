@@ -40,6 +40,27 @@ RUN = (
     "xattention",
 )
 
+# with a bank of all rows beside their stores, which are each part's own
+EVICT = (
+    "a2sf",
+    "ada_snapkv",
+    "expected_attention",
+    "h2o",
+    "h2o_plus",
+    "keyformer",
+    "lm_infinite",
+    "pod_snapkv",
+    "pyramidkv",
+    "rkv",
+    "roco",
+    "scissorhands",
+    "snapkv",
+    "snapkv_plus",
+    "streaming_llm",
+    "vase",
+    "window",
+)
+
 
 def why_not(method: Method) -> str:
     """Why several devices cannot run a method with these settings; "" where they can."""
@@ -47,7 +68,11 @@ def why_not(method: Method) -> str:
         if method.early_exit:
             return "drafts by the first layers and the head, which lie on two; let omnikv draft"
         return why_not(method.method)
-    return "" if method.name in RUN else "goes by the numbers of all layers, or evicts"
+    if method.name not in (*RUN, *EVICT):
+        return "goes by what it finds in all layers, or by their numbers"
+    if method.name in EVICT and getattr(method, "forget", False):
+        return "holds no rows but those of its stores; use forget=False, which keeps the bank"
+    return ""
 
 
 def divides(method: Method) -> bool:

@@ -16,6 +16,8 @@ import torch
 from engine.bank.base import Bank, Opened, Step
 from engine.base.device import current
 from engine.methods.base import Method, Runtime, Setup
+from engine.methods.evict.shared.runtime import EvictingRuntime
+from engine.methods.split.stores import joined, shares
 from engine.plan.prefill_time import PrefillFlops
 from engine.plan.split.cut import found_in
 
@@ -29,6 +31,7 @@ class SplitRuntime(Runtime):
         self, method: Method, setup: Setup, parts: Sequence[Runtime], starts: Sequence[int]
     ) -> None:
         self.method, self.setup, self.plan = method, setup, setup.plan
+        self._bank: Bank | None = None
         self.by_part, self.starts = tuple(parts), tuple(starts)
         # whose state is that of all: a part whose layers all read everything has none
         partial = (part for part in parts if part.plan.partial_layers)
@@ -37,6 +40,7 @@ class SplitRuntime(Runtime):
         self.softmax = tuple(one for part in parts for one in part.softmax)
         self.needs = method.needs(setup.plan, setup.config, setup.capacity, setup.dtype.itemsize)
 
+        self._evicts = isinstance(self._stated, EvictingRuntime)
         self._carried = [_carried(own, parts) for own in range(len(parts))]
 
     def _of(self, layer: int) -> tuple[Runtime, int, int]:
@@ -57,6 +61,21 @@ class SplitRuntime(Runtime):
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.by_part)
+
+    @property
+    def kv_bytes(self) -> int:
+        return sum(part.kv_bytes for part in self.by_part)
+
+    @property
+    def bank(self) -> Bank | None:  # type: ignore[override]
+        """The session's."""
+        return self._bank
+
+    @bank.setter
+    def bank(self, bank: Bank) -> None:
+        self._bank = bank
+        for part, own in zip(self.by_part, bank.parts, strict=True):
+            part.bank = own
 
     @property
     def k(self) -> int:
@@ -190,14 +209,25 @@ class SplitRuntime(Runtime):
     # ---------------------------------------------------------------- going back, copies
 
     def state(self) -> Any:
-        """Of one part: a method over several devices has none that is of some layers alone."""
-        return self._stated.state()
+        """Of all parts where a method evicts. Else of one: it is the same in all of them."""
+        if not self._evicts:
+            return self._stated.state()
+        return joined([part.state() for part in self.by_part])
 
     def savepoint(self) -> Any:
-        return self._stated.savepoint()
+        return self.state() if self._evicts else self._stated.savepoint()
+
+    def has_state(self) -> bool:
+        return all(part.has_state() for part in self.by_part)
 
     def load(self, state: Any, length: int | None) -> None:
-        self._each(lambda part: part.load(state, length))
+        states = shares(state, self.starts) if self._evicts else [state] * len(self.by_part)
+        for part, own in zip(self.by_part, states, strict=True):
+            with self._here(part):
+                part.load(own, length)
+
+    def waiting_from(self, length: int) -> int:
+        return min(part.waiting_from(length) for part in self.by_part)
 
     def truncate(self, length: int) -> None:
         self._each(lambda part: part.truncate(length))
