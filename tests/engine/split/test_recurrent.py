@@ -47,8 +47,12 @@ def test_a_session_s_state_is_one_device_s(pair, tmp_path):
     (want, counted), (found, mine) = walked(one, tmp_path / "one"), walked(two, tmp_path / "two")
     assert torch.equal(found, want)
     assert mine[0] == counted[0] and mine[1] - counted[1] in (0, 8)  # a base for each part
-    states = [part.recurrent for part in two.session().bank.parts]
+    with two.session() as session:
+        states = [part.recurrent for part in session.bank.parts]
     assert sum(len(s.sizes.layers) for s in states if s) == len(two.config.recurrent.layers)
+    for state, plan in zip(states, two.plan().by_device, strict=True):
+        planned = {name: size for name, size, _ in plan.items}.get("recurrent state", 0)
+        assert planned == (state.nbytes if state else 0)
     for source, target in (("one", two), ("two", one)):
         again, _ = target.restore(tmp_path / source)
         with again:
