@@ -47,9 +47,7 @@ EVICT = (
     "expected_attention",
     "h2o",
     "h2o_plus",
-    "keyformer",
     "lm_infinite",
-    "pod_snapkv",
     "pyramidkv",
     "rkv",
     "roco",
@@ -57,7 +55,6 @@ EVICT = (
     "snapkv",
     "snapkv_plus",
     "streaming_llm",
-    "vase",
     "window",
 )
 

@@ -48,8 +48,17 @@ def counted(llm):
     assert not tied or model.embed is not model.lm_head
 
 
-@pytest.mark.parametrize("word", ["auto", "float", "int8"])
-@pytest.mark.parametrize("name", ["gptq, act-order", "awq", "deepseek", "nf4, nested"])
+@pytest.mark.parametrize(
+    "name, word",
+    [
+        ("gptq, act-order", "auto"),
+        ("gptq, act-order", "int8"),
+        ("awq", "auto"),
+        ("fp8, channels", "auto"),
+        ("nf4, nested", "auto"),
+        ("nf4, nested", "float"),
+    ],
+)
 def test_a_format_gives_one_device_s_bits(tmp_path, name, word):
     assert name in FORMATS
     write(tmp_path / "model", name, layers=4)

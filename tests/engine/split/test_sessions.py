@@ -115,7 +115,7 @@ def test_both_tiers_give_one_device_s_bits(folder, name):
         assert (hits > 0) == (offload == "host" and name != "full")
 
 
-SPLITS = [(1, 3), (3, 1), (6, 1), (2, 5), (1, 1, 1), (1, 2, 2, 2)]
+SPLITS = [(1, 3), (3, 1), (6, 1), (1, 2, 2, 2)]
 # of the methods whose groups are cut, one for each way that a selection crosses
 CROSSING = {
     "window": METHODS["window"],
@@ -139,8 +139,13 @@ def test_uneven_splits_give_one_device_s_bits(folder, split):
         same(walked(llm), walked(one_of(folder, method=method)))
 
 
-@pytest.mark.parametrize("name", CROSSING)
-@pytest.mark.parametrize("offload", ["device", "host"])
+HOST = "window", "heads", "less_is_more"
+
+
+@pytest.mark.parametrize(
+    "name, offload",
+    [*((name, "device") for name in CROSSING), *((name, "host") for name in HOST)],
+)
 def test_cut_groups_give_one_device_s_bits(folder, name, offload):
     """Four devices hold layers 0-1, 2, 3-4 and 5-6, so that the filter layers 1 and 4 choose for
     layers of two others, or one, and for none of their own.
@@ -337,7 +342,7 @@ def test_every_other_method_is_refused_in_one_line(folder):
 
 def test_prompts_that_choose_keep_groups_whole(folder):
     """Blocks of a prompt choose for the layers of a group, which stays on one device."""
-    settings = dict(prefill_ratio=2, prefill_block=16, prefill_dense_end=32)
+    settings = dict(prefill_ratio=2, prefill_block=64, prefill_dense_end=64)
     method = OmniKV(**SPARSE, **settings)
     llm = several(folder, split=(3, 4), method=method)
     assert llm.planner.cut.starts[1] in (1, 4)
