@@ -76,7 +76,7 @@ class KeyformerRuntime(AccumulatingRuntime):
         start: int,
     ) -> torch.Tensor:
         """Column sums of the noisy, tempered softmax."""
-        method, sequence = self.method, self.sequences[b]
+        method, sequence, among = self.method, self.sequences[b], self.plan.first + layer
         step = 0 if self.reading else sequence.length + 1 - sequence.prompt
         tau = method.tau_init + step * method.tau_delta
         if not method.noise and tau == 1.0:
@@ -84,7 +84,7 @@ class KeyformerRuntime(AccumulatingRuntime):
         stored = sequence.layers is not None and not self.reading and len(q)
         if stored and self.logits is not None and weighs_noisy(self.setup.backend, q.device):
             assert sequence.layers is not None
-            draw = Draw(first_of(method.seed, layer), start) if method.noise else None
+            draw = Draw(first_of(method.seed, among), start) if method.noise else None
             at = sequence.layers[layer][number].positions
             return weigh_noisy(self.logits, at, draw, tau, self.softmax[layer].sinks)
         positions = self.key_positions(sequence, layer, number, k)
@@ -94,7 +94,7 @@ class KeyformerRuntime(AccumulatingRuntime):
             """(logits + noise) / tau of one tile [h, G, queries, rows]."""
             if method.noise:
                 at = torch.arange(start + queries.start, start + queries.stop, device=q.device)
-                logits = logits + gumbel(method.seed, layer, heads, at, positions[:, rows])
+                logits = logits + gumbel(method.seed, among, heads, at, positions[:, rows])
             return logits / tau
 
         return self.column_sums(layer, q, k, first, change=change, tau=tau)

@@ -56,7 +56,7 @@ class RandomRuntime(PeriodicRuntime):
     def rank(self, sequence: Sequence, layer: int, part: Part, step: Step | None) -> torch.Tensor:
         """A number by chance, infinite for the newest tokens."""
         recent = min(self.method.recent, sequence.budgets[layer] // 2)
-        scores = draws(self.method.seed, layer, part, sequence.length)
+        scores = draws(self.method.seed, self.plan.first + layer, part, sequence.length)
         return scores.masked_fill(part.positions >= sequence.length - recent, float("inf"))
 
 
@@ -109,7 +109,7 @@ class PromptKeptRuntime(RandomRuntime):
         recent = min(self.method.recent, self.method.answer(sequence.prompt) // 2)
         stays = part.positions >= sequence.length - recent
         stays |= part.positions < sequence.prompt
-        scores = draws(self.method.seed, layer, part, sequence.length)
+        scores = draws(self.method.seed, self.plan.first + layer, part, sequence.length)
         return scores.masked_fill(stays, float("inf"))
 
     def trim(self, rows: Rows, budget: int, sequence: Sequence, layer: int) -> Rows:

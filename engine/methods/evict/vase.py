@@ -80,7 +80,7 @@ class VaSERuntime(SnapRuntime, PeriodicRuntime):
         # the largest of log(score) + Gumbel are a draw without replacement
         scores = functional.pad(scores.log(), (0, window), value=float("inf"))
         if method.noise:
-            scores = scores + draws(method.seed, layer, part, sequence.length)
+            scores = scores + draws(method.seed, self.plan.first + layer, part, sequence.length)
         budget = sequence.budgets[layer]
         count = min(math.floor(method.protect * budget), budget - window, len(scores[0]) - window)
         if count <= 0:

@@ -47,14 +47,18 @@ EVICT = (
     "expected_attention",
     "h2o",
     "h2o_plus",
+    "keyformer",
     "lm_infinite",
     "pyramidkv",
+    "random_eviction",
+    "random_eviction_all",
     "rkv",
     "roco",
     "scissorhands",
     "snapkv",
     "snapkv_plus",
     "streaming_llm",
+    "vase",
     "window",
 )
 

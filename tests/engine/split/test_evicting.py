@@ -10,6 +10,7 @@ import torch
 from engine import Full
 from engine.base.errors import SettingError
 from engine.methods.evict.pyramidkv import PyramidKV
+from engine.methods.evict.random_eviction import RandomEviction
 from engine.methods.split.allowed import EVICT
 from engine.methods.split.stores import joined, shares
 from tests.engine.methods.method_table import ROWS
@@ -25,7 +26,8 @@ def folder(tmp_path_factory):
 
 def method_of(name):
     """A method that cuts, beside a bank of all rows."""
-    found = [m for row in ROWS for m in row.sparse or (row.neutral,) if m.name == name]
+    rows = [m for row in ROWS for m in row.sparse or (row.neutral,)]
+    found = [m for m in (*rows, RandomEviction(tokens=40)) if m.name == name]
     return replace(found[0], forget=False)
 
 
