@@ -43,6 +43,7 @@ RUN = (
 # with a bank of all rows beside their stores, which are each part's own
 EVICT = (
     "a2sf",
+    "ada_pyramid",
     "ada_snapkv",
     "expected_attention",
     "h2o",
