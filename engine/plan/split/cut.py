@@ -101,15 +101,12 @@ def choose_cut(
 
     bytes_of: of each layer with its part of the bank, of the first with the embedding, of the last
     with the head. room: bytes of each device. split: the layers of each part, or what they are to
-    be in proportion to; each boundary is then the nearest that may be one. Every part
-    has a layer that attends. Raises SettingError where there are fewer places to cut than devices.
+    be in proportion to; each boundary is then the nearest that may be one. Every part has a layer
+    that attends. Raises SettingError where there are fewer places to cut than devices.
     """
     free, parts, count = boundaries(plan, divides), len(devices), plan.num_layers
     seen = list(accumulate((role is not Role.RECURRENT for role in plan.roles), initial=0))
-    most, why = (
-        min(len(free) + 1, seen[count]),
-        ", whose groups that share a selection stay together",
-    )
+    most, why = min(len(free) + 1, seen[count]), ", whose groups stay on one device each"
     if most < parts:
         if parts > seen[count]:
             most, why = seen[count], " that attend" * (seen[count] < count)
