@@ -72,7 +72,8 @@ class SplitRuntime(Runtime):
         return self._bank
 
     @bank.setter
-    def bank(self, bank: Bank) -> None:
+    def bank(self, bank: Bank | None) -> None:
+        assert bank is not None, "a session has a bank"
         self._bank = bank
         for part, own in zip(self.by_part, bank.parts, strict=True):
             part.bank = own
