@@ -46,8 +46,9 @@ class BatchedStep:
             )
             for step in steps
         )
-        whole = parts[0][0].model.parts  # one graph cannot hold several devices' work
-        if whole or not all(runner.step_of(own).captures for runner, own, _ in parts):
+        if not parts[0][0].joint_graphs or not all(
+            runner.step_of(own).captures for runner, own, _ in parts
+        ):
             return self._together(parts, whole=True)[0]
         self._note(parts)
         if parts not in self._graphs and self._seen < PATIENCE:

@@ -14,7 +14,7 @@ def planned_llm(name: str, args: argparse.Namespace, settings: dict[str, Any], *
     """Plan a model with settings, without loading it, over as many ranks as flags or torchrun ask
     for. shown: progress of LLM.
     """
-    count = ranks_asked(args.ranks, args.numa)
+    count = ranks_asked(args.ranks, args.numa, args.gpus)
     if not count and args.split_by == "context":
         raise UsageError("--split-by: found context and one process, expected several (--ranks N)")
     if not count:
@@ -23,4 +23,5 @@ def planned_llm(name: str, args: argparse.Namespace, settings: dict[str, Any], *
         settings = {**settings, "threads": None}  # a rank's own cores say how many
     numa = args.numa != "off"
     given = dict(numa=numa, selection=args.selection, split_by=args.split_by, load=False)
-    return RankedLLM(name, count, **given, **settings, **shown)
+    ranks = count if args.gpus is None else None
+    return RankedLLM(name, ranks, gpus=args.gpus, **given, **settings, **shown)

@@ -32,6 +32,13 @@ def ranks_flags(add: Callable, program: str = "engine.chat") -> None:
         f"own; torchrun --nproc-per-node N -m {program} does the same (docs/PARALLEL.md)",
     )
     add(
+        "--gpus",
+        type=ranks,
+        metavar="N",
+        help="hold the model in N processes, split by heads, each on a GPU of its own; torchrun "
+        "does the same where there are GPUs",
+    )
+    add(
         "--numa",
         type=nodes,
         default="off",
@@ -56,9 +63,28 @@ def ranks_flags(add: Callable, program: str = "engine.chat") -> None:
 
 
 def flag_of(args: argparse.Namespace) -> str:
-    """Which flag asks for several processes; "" for none. Raises UsageError for both."""
-    if args.ranks is None:
-        return "" if args.numa == "off" else "--numa"
-    if args.numa != "off":
-        raise UsageError("--ranks: found beside --numa, which says how many there are")
-    return "--ranks"
+    """Which flag asks for several processes; "" for none. Raises UsageError for two of them, and
+    for what does not go with GPUs.
+    """
+    given = {
+        "--gpus": args.gpus is not None,
+        "--ranks": args.ranks is not None,
+        "--numa": args.numa != "off",
+    }
+    asked = [flag for flag, found in given.items() if found]
+    if len(asked) > 1:
+        raise UsageError(f"{asked[0]}: found beside {asked[1]}, which says how many there are")
+    if args.gpus is not None:
+        _require_gpus(args)
+    return asked[0] if asked else ""
+
+
+def _require_gpus(args: argparse.Namespace) -> None:
+    if args.devices is not None:
+        raise UsageError("--gpus: found beside --devices; layers or heads are split, not both")
+    if args.device not in ("auto", "cuda"):
+        raise UsageError(
+            f"--gpus: found beside --device {args.device}; it takes the first {args.gpus} GPUs"
+        )
+    if args.split_by == "context":
+        raise UsageError("--split-by: found context beside --gpus, which divides heads")

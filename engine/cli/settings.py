@@ -159,7 +159,7 @@ def flag_named(message: str, given: Collection[str] = ()) -> str:
         *METHOD_FLAGS,
         *FLAG_OF,
         *("draft", "threads", "chunk", "device", "devices", "split", "dtype", "offload", "compile"),
-        *("weights", "bank", "rope", "beyond", "forever", "savepoints", "weights_offload"),
+        *("gpus", "weights", "bank", "rope", "beyond", "forever", "savepoints", "weights_offload"),
     }
     if not colon or field not in known:
         return message

@@ -26,8 +26,9 @@ class GraphedStep:
     """Calls a decoder's step on static tensors; captures and replays CUDA graphs where asked.
 
     token [1, Q] int64 and length [1] int32 are filled before each call. captures: whether graphs
-    are asked for and possible. Returns logits [1, Q, vocab] float32. A replayed graph overwrites
-    its own buffer, so the caller gets a copy.
+    are asked for and possible. agree: whether all ranks of a model say yes: a capture runs the step
+    several times, so either all of them capture or none does. Returns logits [1, Q, vocab] float32.
+    A replayed graph overwrites its own buffer, so the caller gets a copy.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class GraphedStep:
         length: torch.Tensor,
         bank: Bank,
         graphs: bool,
+        agree: Callable[[bool], bool] = bool,
     ):
         self._decoder, self.token, self._length, self._bank = decoder, token, length, bank
-        self.captures = graphs and needs.cuda_graph and bank.capturable(fetches=needs.fetches)
+        possible = graphs and needs.cuda_graph and bank.capturable(fetches=needs.fetches)
+        self.captures = agree(possible)
         self._graphs: dict[int, Captured] = {}
 
     def __call__(self, n: int) -> torch.Tensor:
@@ -89,8 +92,9 @@ class SplitGraphedStep(GraphedStep):
         length: torch.Tensor,
         bank: Bank,
         graphs: bool,
+        agree: Callable[[bool], bool] = bool,
     ):
-        super().__init__(decoder, needs, token, length, bank, graphs)
+        super().__init__(decoder, needs, token, length, bank, graphs, agree)
         self._parts: dict[int, list[_Part]] = {}
         self._lengths = [length.to(part.device, copy=True) for part in decoder.model.parts]
 

@@ -252,10 +252,10 @@ def fusable(model: Llama) -> bool:
 
 def _ours(matrix: Matrix) -> bool:
     """Whether our own kernels read a matrix."""
+    if isinstance(matrix, Joined):
+        return _ours(matrix.inner)
     if isinstance(matrix, QuantisedLinear):
         return matrix.words is not None and not matrix.dequantises
-    if isinstance(matrix, Joined):
-        return False
     return matrix.form == "plain" and matrix.weight.is_contiguous()
 
 
@@ -266,10 +266,15 @@ def _product(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """A product of our own kernels with what follows it, as kernels.layer.gemv.multiply_rows."""
+    """A product of our own kernels with what follows it, as kernels.layer.gemv.multiply_rows. Over
+    ranks a residual is added to what all have multiplied.
+    """
+    if isinstance(matrix, Joined):
+        assert not gated  # gate and up are a rank's own rows
+        found = matrix.join(_product(x, matrix.inner, out_dtype=out_dtype))
+        return found if residual is None else residual + found
     if isinstance(matrix, QuantisedLinear):
         assert matrix.words is not None
         x = matrix.ordered(x)
         return multiply_few_bits(x, matrix.words, matrix.bias, residual, gated, out_dtype)
-    assert not isinstance(matrix, Joined)  # `fusable` refuses one
     return multiply_rows(x, matrix.weight, matrix.bias, residual, gated, out_dtype)

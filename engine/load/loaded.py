@@ -117,6 +117,7 @@ class Loaded:
             model = staged(model, streaming)
         trim_heap()
         compiled = compiled and model.capturable
+        captured = options.captures(config, planner.device) and model.capturable
         pinned = model.staged is None or model.staged.pinned
         rotary = parted_rotary(model, far=options.forever)
         pieces = compiled_pieces() if compiled else (pre_attention, post_attention)
@@ -127,7 +128,7 @@ class Loaded:
             rotary=rotary,
             pieces=pieces,
             halves=StepForms(model, rotary, pieces, options.step),
-            graphs=compiled and pinned and all(one.type == "cuda" for one in planner.places),
+            graphs=captured and pinned and all(one.type == "cuda" for one in planner.places),
             tokenizer=tokenizer,
             held=_held(options.weights, model),
             few_bits=planner.few_bits,

@@ -277,15 +277,25 @@ class Options:
 
     def compiles(self, config: ModelConfig, device: torch.device) -> bool:
         """Whether the step is compiled: on a GPU unless told otherwise, and of mixtures those whose
-        experts the device chooses.
+        experts the device chooses. Not on ranks: a compiler would look into their sums.
         """
-        possible = config.experts is None or choose_for(self.backend, device) == "triton"
+        possible = self._left_alone(config, device)
         if self.compile and not possible:
             raise SettingError(
                 "compile: found True, but here the host chooses the experts of a mixture; leave it "
                 "out"
             )
-        return device.type == "cuda" and possible if self.compile is None else self.compile
+        alone = config.share is None and config.context is None
+        return self.captures(config, device) and alone if self.compile is None else self.compile
+
+    def captures(self, config: ModelConfig, device: torch.device) -> bool:
+        """Whether steps are captured as CUDA graphs, where the model lets them."""
+        on_gpu = device.type == "cuda"
+        return on_gpu and self.compile is not False and self._left_alone(config, device)
+
+    def _left_alone(self, config: ModelConfig, device: torch.device) -> bool:
+        """Whether a step asks nothing of the host."""
+        return config.experts is None or choose_for(self.backend, device) == "triton"
 
     def resolved_device(self) -> torch.device:
         """The torch.device that `device` names here; SettingError where there is none, or where it

@@ -174,8 +174,10 @@ class Planner:
             chunk = chunk or default_chunk(self.device.type, self.config)
             max_context = self.stream_rows(method, layers, chunk)
         model = self.name, self.config, method, layers, self.dtype, self.device
-        # ranks that hold all weights each, on one machine
+        # ranks of one machine: those that hold all weights each, and those that have a GPU each
         ranks = self.config.context.ranks if self.config.context else 1
+        share = self.config.share
+        hosts = share.ranks if share is not None and on_gpu else ranks
         plan = make_plan(
             *model,
             max_context,
@@ -192,7 +194,7 @@ class Planner:
             idle_host=self.host_tier.idle,
             savepoints=options.savepoints,
             staging=self.staging,
-            shared_by=(ranks, ranks),
+            shared_by=(ranks, hosts),
         )
         plan = replace(plan, staging=self.staging, link_rate=self.host_tier.rate)
         if not options.forever:

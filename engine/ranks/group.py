@@ -1,26 +1,28 @@
 """The processes that hold one model together, and what they tell each other in a step.
 
-Sums and lists go through torch.distributed's Gloo group, and those of a step on one machine through
-a segment of shared memory (engine/ranks/segment.py), which takes microseconds where Gloo takes
-hundreds. Every rank gets the same bits: what is a sum is added in the order of ranks, or in one
-place.
+What lies in host memory goes through torch.distributed's Gloo group, and on one machine through a
+segment of shared memory, which takes microseconds where Gloo takes hundreds. What lies on a rank's
+card goes through NCCL, or through one-shot sums (engine/ranks/collectives/). Every rank gets the
+same bits: what is a sum is added in the order of ranks, or in one place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from engine.base.errors import RankLost, SettingError
-from engine.base.figures import first_line
 from engine.model.config.share import Part
-from engine.ranks.segment import Segment
+from engine.ranks.collectives.cards import OnCard, joined_card
+from engine.ranks.collectives.carrier import Carrier, CollectiveFailed
+from engine.ranks.collectives.gloo import Gloo
+from engine.ranks.collectives.segment import Segment
+from engine.ranks.collectives.watch import Watch
 
 TIMEOUT = 120.0  # seconds that a rank waits for the others
 
@@ -37,8 +39,12 @@ class Ranks:
     """One process's place among `size`: its number `rank`, and the collectives of the model.
 
     store: of torch.distributed, where the processes meet. timeout: seconds. segment: shared memory
-    for small tensors; None: Gloo carries all.
+    for small tensors; None: Gloo carries all. card: what carries the tensors of this rank's GPU;
+    None: it runs on a CPU.
     """
+
+    card: OnCard | None = None
+    _watch: Watch | None = None
 
     def __init__(
         self,
@@ -50,23 +56,38 @@ class Ranks:
     ) -> None:
         self.rank, self.size, self.timeout, self.segment = rank, size, timeout, segment
         self.sent = Sent()
-        self._alone, self._refused = False, ""
-        wait = timedelta(seconds=timeout)
-        self._group: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore("omnikv-ranks", store), rank, size, wait
-        )
+        self._alone, self._refused, self._store = False, "", store
+        self._gloo = Gloo(rank, size, store, timeout)
+
+    def take_card(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Run on a GPU: every rank on its own. dtype: of what is added in a step."""
+        given = self.rank, self.size, self._store, device, dtype, self.timeout
+        self.hold_card(joined_card(*given, self._all_agree))
+
+    def hold_card(self, card: OnCard) -> None:
+        """Have the tensors of a card carried, and see that nobody waits for it for ever."""
+        self.card = card
+
+        def stalled(seconds: float) -> None:
+            self.refuse(f"rank {self.rank} waited {seconds:.0f} s for the others")
+
+        moved = lambda: self.sent.calls  # noqa: E731
+        self._watch = Watch(self.rank, self.timeout, moved, card.mark, stalled)
+
+    def _all_agree(self, yes: bool) -> bool:
+        return all(own for (own,) in self.said(yes))
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of x [...] over ranks, of x's dtype; 16 bits are added in float32."""
+        """The sum of x [...] over ranks, of x's dtype; 16 bits are added in float32 on a CPU. x may
+        be written to.
+        """
         self._count(x)
         x = x.contiguous()
-        if self.segment is not None and self.segment.adds(x):
-            found, why = self.segment.add(x)
-            self._require(not why, why)
-            return found
-        wide = x.float() if x.element_size() == 2 else x.clone()
-        self._wait(self._group.allreduce([wide], _sum()))
-        return wide.to(x.dtype)
+        carrier = self._carrier(x)
+        try:
+            return (carrier if carrier.adds(x) else self._gloo).add(x)
+        except CollectiveFailed as error:
+            self._lose(error)
 
     def beside(self, x: torch.Tensor, parts: tuple[Part, ...]) -> torch.Tensor:
         """x [..., part] of every rank side by side: [..., whole]; parts: of each rank."""
@@ -85,11 +106,10 @@ class Ranks:
             self._count(x)
         x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
-        if self.segment is not None:
-            why = self.segment.gathered(x, out)
-            self._require(not why, why)
-            return out
-        self._wait(self._group.allgather([list(out.unbind(0))], [x]))
+        try:
+            self._carrier(x).gather(x, out)
+        except CollectiveFailed as error:
+            self._lose(error)
         return out
 
     def said(self, *numbers: int) -> list[list[int]]:
@@ -114,26 +134,54 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A call that every rank makes."""
+        """A call that every rank makes. Raises RankLost where a rank was lost meanwhile: what came
+        from a card is worth nothing then.
+        """
         before, self._alone = self._alone, False
         try:
-            yield
+            with nullcontext() if self._watch is None else self._watch.inside():
+                yield
+        except Exception:
+            if self.card is not None:
+                self._require_well()
+            raise
         finally:
             self._alone = before
+        if self.card is not None:
+            self._require_well()
 
     def refuse(self, why: str) -> None:
-        """Raise RankLost from now on."""
-        self._refused = self._refused or why
+        """Raise RankLost from now on, and have nobody wait here."""
+        again, self._refused = bool(self._refused), self._refused or why
         if self.segment is not None:
             self.segment.end()
+        if self.card is not None and not again:
+            self.card.end()
+            if self._watch is not None:
+                self._watch.lost(self._refused)
+
+    def close(self) -> None:
+        """Give up what carries the tensors of a card: the others have gone too."""
+        if self._watch is not None:
+            self._watch.close()
+        if self.card is not None:
+            self.card.end()
 
     def meet(self) -> None:
         """Wait until every rank is here."""
-        self._wait(self._group.barrier())
+        try:
+            self._gloo.meet()
+        except CollectiveFailed as error:
+            self._lose(error)
+
+    def _carrier(self, x: torch.Tensor) -> Carrier:
+        """What carries x."""
+        if self.card is not None and x.device == self.card.device:
+            return self.card
+        return self._gloo if self.segment is None else self.segment
 
     def _count(self, x: torch.Tensor) -> None:
-        if self._refused:
-            raise RankLost(self._refused)
+        self._require_well()
         if self._alone:
             raise SettingError(
                 f"ranks: found {self.size}, but this works on one process: only calls of sessions "
@@ -142,21 +190,11 @@ class Ranks:
         self.sent.calls += 1
         self.sent.bytes += x.numel() * x.element_size()
 
-    def _wait(self, work: dist.Work) -> None:
-        """Wait for a collective; RankLost where another rank is gone or late."""
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self._require(False, first_line(error))
-
-    def _require(self, well: bool, why: str) -> None:
-        """Raise RankLost where a collective has failed; every later one fails too."""
-        if not well:
-            self.refuse(f"rank {self.rank} lost the others: {why}")
+    def _require_well(self) -> None:
+        if self._refused:
             raise RankLost(self._refused)
 
-
-def _sum() -> dist.AllreduceOptions:
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-    return options
+    def _lose(self, error: CollectiveFailed) -> NoReturn:
+        """Raise RankLost: a collective has failed, and every later one fails too."""
+        self.refuse(f"rank {self.rank} lost the others: {error}")
+        raise RankLost(self._refused) from None

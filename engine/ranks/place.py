@@ -101,10 +101,12 @@ def _listed(text: str) -> list[int]:
     return found
 
 
-def places(size: int, folder: str, numa: bool = False, timeout: float = 120.0) -> list[Place]:
+def places(
+    size: int, folder: str, numa: bool = False, timeout: float = 120.0, bound: bool = True
+) -> list[Place]:
     """The places of `size` ranks on this machine: each has its part of the cores where there are
     enough. numa: ranks are dealt over the nodes, and share a node's cores where they outnumber
-    them.
+    them. bound: they run on these cores alone; else they have as many threads.
     """
     groups = nodes() if numa else [tuple(allowed_cores())]
     owners = [rank * len(groups) // size for rank in range(size)]
@@ -114,5 +116,5 @@ def places(size: int, folder: str, numa: bool = False, timeout: float = 120.0) -
         place = owners[:rank].count(owner)
         mine = cores[place * len(cores) // count : (place + 1) * len(cores) // count]
         threads = max(1, len(mine))
-        found.append(Place(rank, size, folder, mine, threads, timeout))
+        found.append(Place(rank, size, folder, mine if bound else (), threads, timeout))
     return found

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from engine.base.figures import human
 from engine.model.config.share import BLOCK
 from engine.ranks.llm import RankedLLM
-from engine.ranks.share_llm import ShareLLM
+from engine.ranks.share_llm import ShareLLM, card_of
 
 
 @dataclass(frozen=True)
 class Placement:
     """One rank's part. weights, bank, total: bytes; heads, kv_heads, mlp, vocab: (first, one past
     the last); cores: it runs on these, () where the system decides; tokens: whose K and V it holds
-    of a full session, None: of all.
+    of a full session, None: of all; device: "cpu", or its GPU.
     """
 
     rank: int
@@ -28,6 +28,7 @@ class Placement:
     vocab: tuple[int, int]
     cores: tuple[int, ...] = ()
     tokens: int | None = None
+    device: str = "cpu"
 
 
 def placements(llm: RankedLLM) -> list[Placement]:
@@ -36,7 +37,11 @@ def placements(llm: RankedLLM) -> list[Placement]:
     settings["max_context"] = llm.max_context
     found, count = [], llm.place[1]
     for rank in range(count):
-        one = ShareLLM(llm.name, (rank, count), llm.selection, llm.split_by, **settings)
+        device = card_of(rank) if llm.cards else "cpu"
+        if llm.cards:
+            settings["device"] = device
+        how = llm.selection, llm.split_by, llm.cards
+        one = ShareLLM(llm.name, (rank, count), *how, **settings)
         plan, share = one.planner.plan(), one.config.share
         config, context = one.config, one.config.context
         cores = llm.places[rank].cores if rank < len(llm.places) else ()
@@ -52,6 +57,7 @@ def placements(llm: RankedLLM) -> list[Placement]:
                 (0, config.vocab_size) if share is None else share.vocab.range,
                 cores,
                 None if context is None else context.count(plan.max_context),
+                device,
             )
         )
     return found
@@ -61,7 +67,8 @@ def placement_text(llm: RankedLLM) -> str:
     """A line for each rank: weights and bank in bytes, heads or tokens, and cores."""
     lines = []
     for one in placements(llm):
-        cores = f", cores {_numbers(one.cores)}" if one.cores else ""
+        where = f", cores {_numbers(one.cores)}" if one.cores else ""
+        where = where if one.device == "cpu" else f"; on {one.device}"
         if one.tokens is None:
             heads, kv_heads = (_numbers(range(*own)) for own in (one.heads, one.kv_heads))
             whole, held = "", f"query heads {heads}, K/V heads {kv_heads}"
@@ -70,7 +77,7 @@ def placement_text(llm: RankedLLM) -> str:
             held = f"{one.tokens} of {llm.max_context} tokens, in blocks of {BLOCK} in turn"
         lines.append(
             f"rank {one.rank}: {whole}weights {human(one.weights)}, bank {human(one.bank)}, "
-            f"{human(one.total)} at the peak; {held}{cores}"
+            f"{human(one.total)} at the peak; {held}{where}"
         )
     return "\n".join(lines)
 

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.base.checks import one_of
+from engine.base.device import current
 from engine.base.errors import SettingError
 from engine.batch.batch import Batch
+from engine.forward.layer import FusedLayer
 from engine.forward.self_test import StepForms
 from engine.llm import LLM
 from engine.load.loaded import Loaded
 from engine.load.options import LLMSettings
 from engine.methods.base import Method
+from engine.methods.exact import Exact
 from engine.model.config.config import ModelConfig
 from engine.model.low_bits import OnTheWay
 from engine.model.share.cut import added_once
@@ -41,8 +44,9 @@ class ShareLLM(LLM):
 
     selection: "global", every rank selects the tokens that one process would, or "per_rank", each
     selects by its own heads and nothing is sent for it. split_by: "heads", or "context": each rank
-    holds all weights, and K and V of its own tokens. `hold` gives it the other ranks, before it is
-    loaded. settings: as of LLM, on a CPU.
+    holds all weights, and K and V of its own tokens. cards: each rank runs on the GPU of its
+    number; else all of them on CPUs. `hold` gives it the other ranks, before it is loaded.
+    settings: as of LLM.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class ShareLLM(LLM):
         place: tuple[int, int],
         selection: str = "global",
         split_by: str = "heads",
+        cards: bool = False,
         **settings: Unpack[LLMSettings],
     ) -> None:
         one_of("selection", selection, SELECTIONS)
@@ -60,7 +65,14 @@ class ShareLLM(LLM):
                 f"selection: found {selection!r} with split_by='context', whose ranks have all "
                 "heads; expected 'global'"
             )
-        self.place, self.selection, self.split_by = place, selection, split_by
+        if split_by == "context" and cards:
+            raise SettingError(
+                "split_by: found 'context' with a rank on each GPU, which divide heads; use "
+                "split_by='heads', or ranks= on CPUs"
+            )
+        self.place, self.selection, self.split_by, self.cards = place, selection, split_by, cards
+        if cards and settings.get("weights_offload", "auto") == "auto":
+            settings["weights_offload"] = "off"
         self._halved = False
         self._ranks: Ranks | None = None
         if (method := settings.get("method")) is not None:
@@ -77,9 +89,10 @@ class ShareLLM(LLM):
     def _require_here(self) -> None:
         """Raise SettingError for settings that several processes do not take."""
         options, count = self.options, self.place[1]
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" and not self.cards:
             raise SettingError(
-                f"device: found {self.device}, but {count} ranks run on CPUs; use device='cpu'"
+                f"device: found {self.device}, but {count} ranks run on CPUs; use device='cpu', or "
+                f"gpus={count} (--gpus {count}) for a rank on each GPU"
             )
         if options.devices is not None:
             raise SettingError(
@@ -164,18 +177,34 @@ class ShareLLM(LLM):
             return ranks.beside(x, heads)
 
         model = joined(loaded.model, ranks.add, beside)
+        step = self._step_form(loaded, ranks)
         self.loaded = replace(
             loaded,
             model=model,
-            halves=StepForms(model, loaded.rotary, loaded.pieces, self.options.step),
+            halves=StepForms(model, loaded.rotary, loaded.pieces, step),
             across=Merge(ranks, self.selection == "per_rank").select,
             over_heads=over_heads,
             peers=ranks,
         )
         return self.loaded
 
+    def _step_form(self, loaded: Loaded, ranks: Ranks) -> str:
+        """The form of a step on all ranks. On cards each tests our own kernels over its share
+        alone, with no sum over ranks, and all take them or none does: they make the same calls.
+        """
+        if not self.cards or self.options.step != "auto":
+            return self.options.step
+        with current(self.device):
+            ours = isinstance(loaded.halves(self.backend), FusedLayer)
+        return "fused" if all(own for (own,) in ranks.said(ours)) else "plain"
+
     def _require(self, method: Method) -> None:
         """Raise SettingError for a method that these ranks cannot run."""
+        if self.cards and isinstance(method, Exact):
+            raise SettingError(
+                "method: found exact with a rank on each GPU, whose sums of several rows may round "
+                "otherwise than one row's; use full, or one GPU"
+            )
         if self.split_by == "context":
             require_dealt(method, self.place[1])
         else:
@@ -201,6 +230,11 @@ class ShareLLM(LLM):
                 "split_by='heads' or one process"
             )
         return super().batch(slots, pause)
+
+
+def card_of(rank: int) -> str:
+    """The GPU of a rank."""
+    return f"cuda:{rank}"
 
 
 def _once(stream: Iterable[tuple[str, Any]], rank: int) -> Iterator[tuple[str, Any]]:

@@ -34,6 +34,7 @@ from engine.model.llama import Llama
 from engine.model.share.divide import whole_of
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
+from engine.runner.ranks.agreed import agreed_to
 from engine.runner.sample.text import sampled
 from engine.sampling.greedy import DeviceArgmax
 
@@ -168,7 +169,16 @@ class StepRunner:
         decoder = Decoder(model, loaded.rotary, attends, self._query_ring, self.halves)
         graphs = loaded.graphs and not self._plain and self.model.capturable
         kind = SplitGraphedStep if model.parts else GraphedStep
-        return kind(decoder, needs, token, self.length, self.bank, graphs)
+        agree = partial(agreed_to, loaded) if loaded.graphs else bool
+        return kind(decoder, needs, token, self.length, self.bank, graphs, agree)
+
+    @property
+    def joint_graphs(self) -> bool:
+        """Whether a step of several sessions may be a graph: of one device, as one graph cannot
+        hold several devices' work, and of one process, as ranks would have to capture the same
+        sets.
+        """
+        return not self.model.parts and self._loaded.peers is None
 
     def rows_read(self, n: int, sparse: bool) -> list[int]:
         """Return the bank rows that each layer read in the step to length n."""

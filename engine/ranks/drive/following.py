@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
+
 from engine.base.errors import EngineError, RankLost
 from engine.base.figures import first_line
 from engine.ranks.drive.follow import Follower
-from engine.ranks.drive.meeting import grouped, joining
+from engine.ranks.drive.meeting import Card, grouped, joining
 from engine.ranks.place import Place
-from engine.ranks.share_llm import ShareLLM
+from engine.ranks.share_llm import ShareLLM, card_of
 from engine.session.session import Session
 
 
@@ -25,12 +27,15 @@ def follow(place: Place) -> int:
     kind, *told = follower.next()
     if kind == "end":
         return 0
-    name, selection, split_by, settings, segment = told
+    name, selection, split_by, settings, segment, cards = told
     try:
         if place.threads:
             settings["threads"] = place.threads
-        llm = ShareLLM(name, (place.rank, place.size), selection, split_by, **settings)
-        ranks = grouped(place, store, segment)
+        if cards:
+            settings["device"] = card_of(place.rank)
+            torch.cuda.set_device(place.rank)  # of this thread, which makes all calls
+        llm = ShareLLM(name, (place.rank, place.size), selection, split_by, cards, **settings)
+        ranks = grouped(place, store, segment, Card(llm.device, llm.dtype) if cards else None)
         llm.hold(ranks)
         loaded = llm.load()
     except (EngineError, RuntimeError, MemoryError) as error:

@@ -14,14 +14,16 @@ import time
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from engine.base.errors import RankLost, SettingError
+from engine.ranks.collectives.segment import Segment, new_segment
 from engine.ranks.drive.followers import Followers
 from engine.ranks.group import Ranks
 from engine.ranks.place import Place, places
-from engine.ranks.segment import Segment, new_segment
 from kernels.ranks.join import usable
 
 FOLDER = "omnikv-folder"  # under which torchrun's store names the folder of the ranks
@@ -29,17 +31,20 @@ PACKAGE = Path(__file__).resolve().parents[3]  # that holds `engine`
 
 
 class Meeting:
-    """Rank 0's side. asked: how many ranks to start, or the place that torchrun gave."""
+    """Rank 0's side. asked: how many ranks to start, or the place that torchrun gave. cards: each
+    runs on a GPU of its own, and on no cores of its own.
+    """
 
-    def __init__(self, asked: int | Place, numa: bool, timeout: float) -> None:
+    def __init__(self, asked: int | Place, numa: bool, timeout: float, cards: bool = False) -> None:
         self._folder = self._segment = ""
         if isinstance(asked, Place):
             self.places = [Place(asked.rank, asked.size, timeout=timeout)]
         else:
             if isinstance(asked, bool) or not isinstance(asked, int) or asked < 2:
                 raise SettingError(f"ranks: found {asked!r}, expected a number of at least 2")
-            self.places = places(asked, "", numa, timeout)
+            self.places = places(asked, "", numa, timeout, bound=not cards)
         self.place = self.places[0]
+        self._ranks: Ranks | None = None
         self._followers: Followers | None = None
         self._store: dist.Store | None = None
 
@@ -83,24 +88,39 @@ class Meeting:
                 os.unlink(self._segment)
         self._segment = ""
 
-    def ranks(self) -> Ranks:
-        """The group, once every rank is told to make it."""
+    def ranks(self, card: Card | None = None) -> Ranks:
+        """The group, once every rank is told to make it. card: as of `grouped`."""
         assert self._store is not None
-        return grouped(self.place, self._store, self.segment())
+        self._ranks = grouped(self.place, self._store, self.segment(), card)
+        return self._ranks
 
     def end(self) -> None:
         """End the other ranks."""
         if self._followers is not None:
             self._followers.close()
             self._followers = None
+            if self._ranks is not None:
+                self._ranks.close()
 
 
-def grouped(place: Place, store: dist.Store, segment: str = "") -> Ranks:
-    """Make a rank's group over a store where all meet. segment: path of their shared memory."""
+class Card(NamedTuple):
+    """A rank's GPU, and the dtype of what is added there."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def grouped(place: Place, store: dist.Store, segment: str = "", card: Card | None = None) -> Ranks:
+    """Make a rank's group over a store where all meet. segment: path of their shared memory. card:
+    the GPU that it runs on; None: it runs on a CPU.
+    """
     if place.folder or segment:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of one machine
     held = Segment(segment, place.rank, place.size, place.timeout) if segment else None
-    return Ranks(place.rank, place.size, store, place.timeout, held)
+    ranks = Ranks(place.rank, place.size, store, place.timeout, held)
+    if card is not None:
+        ranks.take_card(*card)
+    return ranks
 
 
 def _torchruns() -> dist.Store:

@@ -28,9 +28,9 @@ from engine import LLM, Full, OmniKV, RankedLLM
 from engine.base.errors import UsageError
 from engine.model.config.config import ModelConfig
 from engine.model.tensors import targets
+from engine.ranks.collectives.segment import Segment, new_segment
 from engine.ranks.group import Ranks
 from engine.ranks.place import allowed_cores
-from engine.ranks.segment import Segment, new_segment
 from kernels.ranks.join import usable
 from tools.bench.shapes import shape_config, shape_filters
 from tools.bench.suite import sharp_stream

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from engine.ranks.collectives.carrier import CollectiveFailed
 from kernels.ranks import join
 
 SLOT = 1 << 20  # bytes that a rank leaves at a time: a chunk's sums take several
@@ -28,7 +29,9 @@ def new_segment(ranks: int, fallback: str) -> str:
 
 
 class Segment:
-    """One rank's place in the segment at `path`. timeout: seconds that it waits for another."""
+    """A Carrier: one rank's place in the segment at `path`. timeout: seconds that it waits for
+    another.
+    """
 
     def __init__(self, path: str, rank: int, ranks: int, timeout: float) -> None:
         self.path = path
@@ -40,22 +43,26 @@ class Segment:
         self._joins = join.Joins(address, SLOT, rank, ranks, timeout)
 
     def adds(self, x: torch.Tensor) -> bool:
-        """Whether `add` takes x."""
+        """As Carrier."""
         return x.dtype in join.SUMS
 
-    def add(self, x: torch.Tensor) -> tuple[torch.Tensor, str]:
-        """(the sum of x over ranks, what went wrong or "")."""
+    def add(self, x: torch.Tensor) -> torch.Tensor:
+        """As Carrier; added in float32, in the order of ranks."""
         out, code = self._joins.add(x)
-        return out, _said(code)
+        _require(code)
+        return out
 
-    def gathered(self, x: torch.Tensor, out: torch.Tensor) -> str:
-        """Write x of every rank to out [ranks, ...]; what went wrong, or ""."""
-        return _said(self._joins.listed(x, out))
+    def gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """As Carrier."""
+        _require(self._joins.listed(x, out))
 
     def end(self) -> None:
-        """Have every rank leave that waits here, or will."""
+        """As Carrier."""
         self._joins.end()
 
 
-def _said(code: int) -> str:
-    return {0: "", join.ENDED: "another rank has ended"}.get(code, "another rank did not come")
+def _require(code: int) -> None:
+    """Raise CollectiveFailed where a call has not come to its end."""
+    if code:
+        gone = code == join.ENDED
+        raise CollectiveFailed("another rank has ended" if gone else "another rank did not come")
