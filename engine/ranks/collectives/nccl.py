@@ -68,7 +68,7 @@ class Nccl:
 
     def gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """As Carrier."""
-        self._then(self._group._allgather_base(out, x, self._list))
+        self._then(self._group._allgather_base(out.view(-1), x.view(-1), self._list))
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Make the communicator, and see that it adds and lists. Raises DeviceFailed."""

@@ -39,12 +39,14 @@ class ThreadRanks(Ranks):
 
 
 class Together:
-    """A model held by `size` threads. `each(work)`: what work(llm) gives on every rank."""
+    """A model held by `size` threads. `each(work)`: what work(llm) gives on every rank. ranks: of
+    every rank; None: ThreadRanks.
+    """
 
-    def __init__(self, model, size, selection="global", split_by="heads", **settings):
+    def __init__(self, model, size, selection="global", split_by="heads", ranks=None, **settings):
         self.barrier, left = threading.Barrier(size), [None] * size
         self.pool = ThreadPoolExecutor(size)
-        self.ranks = [ThreadRanks(rank, size, self.barrier, left) for rank in range(size)]
+        self.ranks = ranks or [ThreadRanks(rank, size, self.barrier, left) for rank in range(size)]
         self.llms = []
         for rank in range(size):
             llm = ShareLLM(model, (rank, size), selection, split_by, **settings)

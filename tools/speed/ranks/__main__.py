@@ -2,7 +2,9 @@
 
 Random weights of a shape, in a folder that every way reads. Each way is a process that reads the
 same prompt and then waits; the ways take turns (A B A B), and the table has the median of the
-clock's seconds for a decode step. Both ranks and both threads are bound to the same cores.
+clock's seconds for a decode step. Both ranks and both threads are bound to the same cores. With
+--gpus N a rank on each of N GPUs stands beside one process on the first; where there are fewer, a
+line says so.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ import torch
 import torch.distributed as dist
 
 from engine import LLM, Full, OmniKV, RankedLLM
+from engine.base.device import synchronize
 from engine.base.errors import UsageError
 from engine.model.config.config import ModelConfig
+from engine.model.share.divide import MOST_RANKS
 from engine.model.tensors import targets
+from engine.ranks.collectives.cards import here
 from engine.ranks.collectives.segment import Segment, new_segment
 from engine.ranks.group import Ranks
 from engine.ranks.place import allowed_cores
@@ -39,6 +44,7 @@ from tools.speed.harness import ROOM, SHAPED, Report, flag
 
 METHODS = ("full", "omnikv")
 WAYS = ("one thread", "threads", "ranks")
+ON_GPUS = ("one GPU", "GPUs")
 NAN = float("nan")
 Ask = Callable[[str], list[float]]  # a way, by a line of its input
 SUMS = 300  # of each kind
@@ -91,12 +97,15 @@ def child(given: dict[str, Any]) -> int:
     method and how many; a line of seconds for each.
     """
     args = argparse.Namespace(**given)
-    settings: dict[str, Any] = dict(
-        device="cpu", max_context=args.context + ROOM, chunk=512, method=Full()
-    )
+    settings: dict[str, Any] = dict(max_context=args.context + ROOM, method=Full())
     if args.way == "ranks":
-        llm: LLM = RankedLLM(args.folder, args.count, **settings)
+        llm: LLM = RankedLLM(args.folder, args.count, device="cpu", chunk=512, **settings)
+    elif args.way == "GPUs" and args.count > 1:
+        llm = RankedLLM(args.folder, gpus=args.count, **settings)
+    elif args.way == "GPUs":
+        llm = LLM(args.folder, device="cuda:0", **settings)
     else:
+        settings |= dict(device="cpu", chunk=512)
         os.sched_setaffinity(0, allowed_cores()[: args.count])
         llm = LLM(args.folder, threads=args.count, **settings)
     methods, generator = methods_of(args), torch.Generator().manual_seed(1)
@@ -104,6 +113,7 @@ def child(given: dict[str, Any]) -> int:
     session = llm.session()
     began = time.perf_counter()
     session.prefill(ids)
+    synchronize(llm.device)
     print(json.dumps([time.perf_counter() - began]), flush=True)
     for line in sys.stdin:
         name, count = line.split()
@@ -112,6 +122,7 @@ def child(given: dict[str, Any]) -> int:
         for number in range(int(count)):
             began = time.perf_counter()
             session.decode(5 + number)
+            synchronize(llm.device)
             found.append(time.perf_counter() - began)
         session.truncate(args.context)
         print(json.dumps(found), flush=True)
@@ -198,15 +209,21 @@ def way(
         process.wait(30)
 
 
+def asked_ways(args: argparse.Namespace) -> dict[str, tuple[str, int]]:
+    """{way: (what its child runs, how many threads, ranks or GPUs it has)}."""
+    if args.gpus:
+        return {"one GPU": ("GPUs", 1), "GPUs": ("GPUs", args.gpus)}
+    known = {"one thread": ("threads", 1), "threads": ("threads", args.ranks)}
+    known["ranks"] = "ranks", args.ranks
+    return {name: known[name] for name in args.ways.split(",")}
+
+
 def measure(args: argparse.Namespace, folder: Path, context: int) -> list[dict[str, Any]]:
     """A row for each method at one context."""
-    count, ways = args.ranks, dict[str, Ask]()
+    ways = dict[str, Ask]()
     with ExitStack() as open_ways:
-        held_by = {"one thread": 1, "threads": count, "ranks": count}
-        for name in args.ways.split(","):
-            held = held_by[name]
-            kind = "ranks" if name == "ranks" else "threads"
-            ways[name] = open_ways.enter_context(way(args, folder, context, kind, held))
+        for name, given in asked_ways(args).items():
+            ways[name] = open_ways.enter_context(way(args, folder, context, *given))
             ways[name]("")
         rows = []
         for method in METHODS:
@@ -226,21 +243,46 @@ def _told(ask: Ask, line: str, turn: int) -> list[float]:
     return ask(line)
 
 
-def work(args: argparse.Namespace) -> Report:
+def on_gpus(args: argparse.Namespace) -> Report | None:
+    """Measure ranks on GPUs beside one GPU; None, after a line, where this machine has too few."""
+    harness.require(args, 2, "gpus", most=MOST_RANKS)
+    found = here()
+    if found < args.gpus:
+        print(f"not measured: needs {args.gpus} GPUs, found {found}")
+        return None
+    rows, lines = measured_rows(args), []
+    for row in rows:
+        one, several = (1000 * row["seconds"][name] for name in ON_GPUS)
+        figures = f"{one:.2f}", f"{several:.2f}", f"{one / several:.2f}"
+        lines.append((row["method"], row["context"], *figures))
+    facts = f"{args.shape}, {args.dtype}, {args.gpus} GPUs against one; {harness.machine()}"
+    names = "method | tokens | one GPU, ms | GPUs, ms | gain"
+    data = {"rows": rows, "gpus": args.gpus, **harness.shape_facts(args), **harness.origin()}
+    return Report(facts, harness.markdown(names, lines), data)
+
+
+def measured_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of every context, over a folder of random weights that goes with them."""
+    memory, rows = Path("/dev/shm"), []
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        write_folder(args, Path(folder))
+        for context in harness.sizes(args, "context"):
+            rows += measure(args, Path(folder), context)
+    return rows
+
+
+def work(args: argparse.Namespace) -> Report | None:
     """Measure every context."""
-    harness.require(args, 2, "ranks", most=len(allowed_cores()))
     harness.require(args, 1, "steps", "turns")
+    if args.gpus:
+        return on_gpus(args)
+    harness.require(args, 2, "ranks", most=len(allowed_cores()))
     for name in args.ways.split(","):
         if name not in WAYS:
             raise UsageError(f"--ways: found {name!r}, expected some of {','.join(WAYS)}")
-    rows = []
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as made:
-        gloo, shared = measure_sums(args, Path(made))
-        write_folder(args, Path(made))
-        for context in harness.sizes(args, "context"):
-            rows += measure(args, Path(made), context)
-    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        gloo, shared = measure_sums(args, Path(folder))
+    rows, lines = measured_rows(args), []
     for row in rows:
         one, threads, ranks = (1000 * row["seconds"].get(n, NAN) for n in WAYS)
         lines.append(
@@ -267,6 +309,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     **SHAPED,
     "--context": flag("2K", "tokens in the session, or several such sizes"),
     "--ranks": flag(2, "ranks, and threads beside them"),
+    "--gpus": flag(0, "ranks on so many GPUs instead, beside one GPU"),
     "--ways": dict(default=",".join(WAYS), metavar="WAY,..", help="what to measure (%(default)s)"),
     "--steps": flag(12, "decode steps of a turn"),
     "--turns": flag(4, "turns of each way after a first"),
