@@ -1,9 +1,10 @@
 """What this GPU does with the engine, and what to attack next: three commands, each within nine
-minutes.
+minutes, and a fourth for machines with two GPUs.
 
     python3 -m tools.check_gpu --out DIR               every verdict once, the most valuable first
     python3 -m tools.check_gpu --out DIR --command 2   depth, rivals, where a step's time goes
     python3 -m tools.check_gpu --out DIR --command 3   CUDA tests, NVIDIA's tools, whole sessions
+    python3 -m tools.check_gpu --out DIR --command 4   a model's heads split over two GPUs
 
 Needs no network and no checkpoint. The sections run one after the other in a worker process that
 keeps one model; after a crash or a stop a new one takes over. results.json and results.md are
@@ -70,6 +71,9 @@ COMMANDS: dict[int, dict[str, tuple[Callable[[Context], Facts], int]]] = {
         "whole": (depth.whole, 100),
         "sanitize": (jobs.sanitize, 70),
         "profiles": (jobs.profiles, 60),
+    },
+    4: {
+        "ranks": (jobs.ranks, 400),
     },
 }
 SECTIONS = {name: section for command in COMMANDS.values() for name, section in command.items()}

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -673,3 +674,31 @@ def test_mixtures_have_verdicts():
     )
     said = {v.goal: v.status for v in found if v.goal[:2] in ("a:", "b:")}
     assert list(said.values()) == ["PASS", "FAIL", "FAIL", "FAIL"]
+
+
+def test_ranks_on_gpus_are_measured_where_there_are_two(monkeypatch):
+    ran = []
+
+    def run(line, seconds, **environment):
+        ran.append(line)
+        if "--json" in line:
+            row = {"method": "full", "context": 65536, "seconds": {"one GPU": 0.008, "GPUs": 0.005}}
+            Path(line[line.index("--json") + 1]).write_text(json.dumps({"rows": [row]}))
+        return "", "1 passed"
+
+    monkeypatch.setattr(gpu_jobs, "run", run)
+    for cards in (0, 1):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda cards=cards: cards)
+        found = gpu_jobs.ranks(gpu_context.Context("cuda", False, 60.0))
+        assert found == {"skipped": f"not measured: needs 2 GPUs, found {cards}"} and not ran
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = gpu_jobs.ranks(gpu_context.Context("cuda", False, 60.0))
+    assert "tests/cuda/test_ranks.py" in ran[0] and ran[1][2:5] == [
+        "tools.speed.ranks", "--gpus", "2",
+    ]  # fmt: skip
+    lines = [v.line for v in gpu_verdict.verdicts({"ranks": found}) if "--gpus" in v.goal]
+    assert any(line.startswith("PASS") and "1.60x" in line for line in lines)
+    lines = [
+        v.line for v in gpu_verdict.verdicts({}) if "two GPUs" in v.goal or "one GPU" in v.goal
+    ]
+    assert len(lines) == 2 and all("not measured" in line or "no figure" in line for line in lines)

@@ -45,6 +45,7 @@ from tools.gpu.sections import same_tokens
 Facts = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = 14  # processes at once: compiling takes most of the time, and a machine lent has 16 cores
+GPUS = 2  # that a model's heads are split over
 TOKENS = 320  # of the tested prompts: beyond the tested budget
 
 
@@ -268,6 +269,35 @@ def tests(ctx: Context) -> Facts:
         return {"summary": how, "error": how, "tail": text[-2000:]}
     ok = not how or how.endswith("status 5")  # no test was collected
     return {"summary": lines[-1] if lines else how, "ok": ok, "tail": "\n".join(lines[-30:])}
+
+
+def ranks(ctx: Context) -> Facts:
+    """A rank on each of two GPUs beside one process on the first at 64K, and the tests of ranks on
+    GPUs; where there are fewer, why not.
+    """
+    found = 0 if ctx.small else torch.cuda.device_count()
+    if found < GPUS:
+        return {"skipped": f"not measured: needs {GPUS} GPUs, found {found}"}
+    test = [sys.executable, "-m", "pytest", "tests/cuda/test_ranks.py", "-q", "--color=no"]
+    how, text = run(test, ctx.seconds / 3, TRITON_INTERPRET="0")
+    facts: Facts = {"tests": how or "passed", "tail": text.strip().splitlines()[-8:] if how else []}
+    ctx.note(facts)
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "ranks.json"
+        line = [
+            sys.executable,
+            "-m",
+            "tools.speed.ranks",
+            "--gpus",
+            str(GPUS),
+            "--shape",
+            ctx.shape,
+        ]
+        line += ["--context", "64K", "--json", str(kept)]
+        how, text = run(line, ctx.seconds * 2 / 3)
+        if how:
+            return {**facts, "error": how, "tail": text.strip().splitlines()[-8:]}
+        return {**facts, "rows": json.loads(kept.read_text())["rows"]}
 
 
 def sanitize(ctx: Context) -> Facts:

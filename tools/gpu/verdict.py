@@ -69,6 +69,7 @@ def verdicts(results):
         *_gather(results.get("kernels")),
         *_offload(decode),
         *_prefill(results),
+        *_ranks(results.get("ranks")),
     ]
 
 
@@ -336,6 +337,18 @@ def _prefill(results):
         ),
         _times("OmniKV-prefill >= 2.3x dense at 262144", ratio, 2.3),
     ]
+
+
+def _ranks(section):
+    """Two GPUs beside one."""
+    found = section or {}
+    told = found.get("tests")
+    lines = [_line("ranks on two GPUs: CUDA tests", told and told == "passed", told or "")]
+    for row in found.get("rows", [{"method": "full", "seconds": {}}]):
+        one, several = (row["seconds"].get(name) for name in ("one GPU", "GPUs"))
+        goal = f"--gpus 2 at 64K, {row['method']}: >= 1.5x one GPU"
+        lines.append(_times(goal, one / several if one and several else None, 1.5))
+    return lines
 
 
 def wrong(results):

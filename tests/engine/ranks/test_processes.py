@@ -23,6 +23,7 @@ from engine.methods.mass_meter import Watch
 from engine.saved.cache import BlockCache
 from engine.saved.container import Writer
 from tests.builders import POCKET, ROOT
+from tests.cuda.ranks_checks import check_same
 from tests.programs.rank_kills import children
 
 METHOD = OmniKV(tokens=64, dense_below=0)
@@ -60,6 +61,11 @@ def test_greedy_tokens_logits_and_selections_are_one_process_s(one, pair):
             chosen = alone.selections
             assert all(torch.equal(session.selections[layer], chosen[layer]) for layer in chosen)
         assert session.stats.sparse_steps == 16
+
+
+def test_what_two_gpus_must_do_two_processes_do(one, pair):
+    """The body of tests/cuda/test_ranks.py."""
+    check_same(one, pair, 1e-4)
 
 
 def test_one_driver_generates_goes_back_and_forks(one, pair):
