@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from engine.base.errors import RankLost, SettingError
 from engine.model.config.share import Part
-from engine.ranks.collectives.cards import OnCard, joined_card
+from engine.ranks.collectives.cards import OnCard, joined_card, mark
 from engine.ranks.collectives.carrier import Carrier, CollectiveFailed
 from engine.ranks.collectives.gloo import Gloo
 from engine.ranks.collectives.segment import Segment
@@ -62,17 +62,25 @@ class Ranks:
     def take_card(self, device: torch.device, dtype: torch.dtype) -> None:
         """Run on a GPU: every rank on its own. dtype: of what is added in a step."""
         given = self.rank, self.size, self._store, device, dtype, self.timeout
-        self.hold_card(joined_card(*given, self._all_agree))
+        self._watch = self._watching(device)
+        with self._watch.inside():
+            self.card = joined_card(*given, self._all_agree)
 
     def hold_card(self, card: OnCard) -> None:
-        """Have the tensors of a card carried, and see that nobody waits for it for ever."""
-        self.card = card
+        """Have the tensors of a card carried by `card`."""
+        self.card, self._watch = card, self._watching(card.device)
+
+    def _watching(self, device: torch.device) -> Watch:
+        """Sees that nobody waits for a card for ever."""
 
         def stalled(seconds: float) -> None:
-            self.refuse(f"rank {self.rank} waited {seconds:.0f} s for the others")
+            why = f"rank {self.rank} waited {seconds:.0f} s for the others"
+            self.refuse(why)
+            watch.lost(why)
 
         moved = lambda: self.sent.calls  # noqa: E731
-        self._watch = Watch(self.rank, self.timeout, moved, card.mark, stalled)
+        watch = Watch(self.rank, self.timeout, moved, lambda: mark(device), stalled)
+        return watch
 
     def _all_agree(self, yes: bool) -> bool:
         return all(own for (own,) in self.said(yes))
@@ -134,19 +142,20 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A call that every rank makes. Raises RankLost where a rank was lost meanwhile: what came
-        from a card is worth nothing then.
-        """
+        """A call that every rank makes; `settle` at its end."""
         before, self._alone = self._alone, False
         try:
             with nullcontext() if self._watch is None else self._watch.inside():
                 yield
         except Exception:
-            if self.card is not None:
-                self._require_well()
+            self.settle()
             raise
         finally:
             self._alone = before
+        self.settle()
+
+    def settle(self) -> None:
+        """Raise RankLost where a rank was lost: what has come from a card is worth nothing then."""
         if self.card is not None:
             self._require_well()
 

@@ -96,6 +96,7 @@ class RankedLLM(ShareLLM):
         """As LLM, on every rank."""
         if self.loaded is not None:
             return self.loaded
+        self.planner.options.require_device()
         self.planner.plan().require_fit()
         meeting = self._meeting
         followers = meeting.gather()

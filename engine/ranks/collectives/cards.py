@@ -120,12 +120,13 @@ class OnCard:
         """As Carrier."""
         self.nccl.end()
 
-    def mark(self) -> Ended:
-        """Put a mark behind the card's work so far; says whether the card has come to it."""
-        with torch.cuda.device(self.device):
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))
-        return event.query
+
+def mark(device: torch.device) -> Ended:
+    """Put a mark behind a card's work so far; says whether the card has come to it."""
+    with torch.cuda.device(device):
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+    return event.query
 
 
 def on_card(
@@ -142,7 +143,7 @@ def on_card(
     or "". Raises DeviceFailed where NCCL adds wrong.
     """
     device = nccl.device
-    with current(device), torch.inference_mode():
+    with current(device), torch.no_grad():
         nccl.warm_up(dtype)
         if not agree(not may(device, dtype, ranks)):
             return OnCard(nccl)

@@ -17,6 +17,7 @@ another size. Numbers of 16 bits are rounded after every addition or once, as NC
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from datetime import timedelta
@@ -31,8 +32,6 @@ from engine.ranks.collectives.gloo import summed
 # torch's own watchdog would end a process by a signal and pages of text; watch.py has a line
 QUIET = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 WARM = (1, 1 << 16)  # elements of the first sums
-# groups are never destroyed: that would wait for every graph that holds a collective
-_kept: list[Any] = []
 
 
 class Nccl:
@@ -40,6 +39,7 @@ class Nccl:
 
     def __init__(self, group: Any, device: torch.device, size: int) -> None:
         self._group, self.device, self._size = group, device, size
+        self._ended = False
         self._sum = _on_this_stream(summed())
         self._list = _on_this_stream(_options())
 
@@ -54,7 +54,9 @@ class Nccl:
         options = kind.Options()
         options._timeout = timedelta(seconds=timeout)
         group = kind(dist.PrefixStore("omnikv-cards", store), rank, size, options)
-        _kept.append(group)
+        # never destroyed, at the end of the process neither: that would wait for every graph that
+        # holds one of its collectives (vLLM's pull request 39846)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         return cls(group, device, size)
 
     def adds(self, x: torch.Tensor) -> bool:
@@ -84,10 +86,12 @@ class Nccl:
                 )
 
     def end(self) -> None:
-        """As Carrier: the communicator is given up. It may wait for a card, so a thread does it."""
-        abort = getattr(self._group, "abort", None)
-        if abort is not None:
-            threading.Thread(target=abort, daemon=True).start()
+        """As Carrier: the communicator is given up, by a thread that nobody waits for: it may wait
+        for a card, and for graphs.
+        """
+        if not self._ended:
+            self._ended = True
+            threading.Thread(target=self._group.abort, daemon=True).start()
 
     @staticmethod
     def _then(work: Any) -> None:

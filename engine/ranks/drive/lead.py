@@ -159,7 +159,9 @@ class Lead:
                 self._inside = True
                 try:
                     followers.tell(("call", serial, name, number, *told))
-                    return work()
+                    result = work()
+                    self._ranks.settle()
+                    return result
                 except RankLost as error:
                     raise self._broken(followers.why(error)) from None
                 except BaseException:

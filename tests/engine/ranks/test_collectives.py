@@ -267,8 +267,10 @@ def test_a_lost_rank_gives_up_the_card_once_and_spoils_what_comes_from_it():
         with ranks.together():
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
     assert waited(lambda: aborted) and len(aborted) == 1
+    ranks.close()
     with pytest.raises(RankLost, match="rank 1"):
         ranks.add(torch.ones(3))
+    assert len(aborted) == 1
 
 
 def test_errors_of_a_call_stay_what_they_are_while_all_ranks_run():
