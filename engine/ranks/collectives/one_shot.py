@@ -12,6 +12,7 @@ otherwise NCCL carries these sums too. OMNIKV_ONE_SHOT=0 leaves it out.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -30,6 +31,7 @@ SIZES = (8, 1000, 4096)  # elements of the tested sums
 TURNS = 4  # of each, one behind the other: what the one before has left must not be read
 REPLAYS = 2
 DTYPES = (torch.bfloat16, torch.float32)
+_NUMBERS = itertools.count()  # of this process's groups
 
 
 class Memory(Protocol):
@@ -52,8 +54,9 @@ class SymmetricMemory:
     ) -> None:
         from torch.distributed import _symmetric_memory as torchs
 
-        self._torchs, self._device, self._name = torchs, device, "omnikv-one-shot"
-        kept = dist.PrefixStore(self._name, store)
+        # torch keeps groups by name for as long as the process lives
+        self._torchs, self._device, self._name = torchs, device, f"omnikv-one-shot-{next(_NUMBERS)}"
+        kept = dist.PrefixStore("omnikv-one-shot", store)
         kept.set_timeout(timedelta(seconds=timeout))
         torchs._SymmetricMemory.set_group_info(self._name, rank, size, kept)
 
