@@ -191,6 +191,10 @@ class Loaded:
         """Token ids that end an answer (generation_config.json, else config.json)."""
         return self.config.eos_token_ids
 
+    def agreed(self, yes: bool) -> bool:
+        """Whether all ranks of the model say yes; of one process, its own word."""
+        return yes if self.peers is None else self.peers.agree(yes)
+
     def request(self) -> Request:
         """Hold the model for one streamed answer, whose pieces may be taken by several threads."""
         return self.lock.request()

@@ -64,7 +64,7 @@ class Ranks:
         given = self.rank, self.size, self._store, device, dtype, self.timeout
         self._watch = self._watching(device)
         with self._watch.inside():
-            self.card = joined_card(*given, self._all_agree)
+            self.card = joined_card(*given, self.agree)
 
     def hold_card(self, card: OnCard) -> None:
         """Have the tensors of a card carried by `card`."""
@@ -81,9 +81,6 @@ class Ranks:
         moved = lambda: self.sent.calls  # noqa: E731
         watch = Watch(self.rank, self.timeout, moved, lambda: mark(device), stalled)
         return watch
-
-    def _all_agree(self, yes: bool) -> bool:
-        return all(own for (own,) in self.said(yes))
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of x [...] over ranks, of x's dtype; 16 bits are added in float32 on a CPU. x may
@@ -124,6 +121,10 @@ class Ranks:
         """What each rank says, in the order of ranks; all say as many numbers, int64."""
         found: list[list[int]] = self.gathered(torch.tensor(numbers, dtype=torch.int64)).tolist()
         return found
+
+    def agree(self, yes: bool) -> bool:
+        """Whether all ranks say yes."""
+        return all(own for (own,) in self.said(yes))
 
     def texts(self, text: str) -> list[str]:
         """A text of each rank, in the order of ranks."""

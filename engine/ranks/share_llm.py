@@ -196,7 +196,7 @@ class ShareLLM(LLM):
             return self.options.step
         with current(self.device):
             ours = isinstance(loaded.halves(self.backend), FusedLayer)
-        return "fused" if all(own for (own,) in ranks.said(ours)) else "plain"
+        return "fused" if ranks.agree(ours) else "plain"
 
     def _require(self, method: Method) -> None:
         """Raise SettingError for a method that these ranks cannot run."""

@@ -34,7 +34,6 @@ from engine.model.llama import Llama
 from engine.model.share.divide import whole_of
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
-from engine.runner.ranks.agreed import agreed_to
 from engine.runner.sample.text import sampled
 from engine.sampling.greedy import DeviceArgmax
 
@@ -169,7 +168,7 @@ class StepRunner:
         decoder = Decoder(model, loaded.rotary, attends, self._query_ring, self.halves)
         graphs = loaded.graphs and not self._plain and self.model.capturable
         kind = SplitGraphedStep if model.parts else GraphedStep
-        agree = partial(agreed_to, loaded) if loaded.graphs else bool
+        agree = loaded.agreed if loaded.graphs else bool
         return kind(decoder, needs, token, self.length, self.bank, graphs, agree)
 
     @property

@@ -40,8 +40,3 @@ def least(loaded: Loaded, number: int) -> int:
     """The least of the ranks' numbers; of one process, its own."""
     peers = loaded.peers
     return number if peers is None else min(own for (own,) in peers.said(number))
-
-
-def agreed_to(loaded: Loaded, yes: bool) -> bool:
-    """Whether all ranks say yes; of one process, its own word."""
-    return least(loaded, int(yes)) > 0

@@ -22,7 +22,6 @@ from engine.ranks.llm import ranks_asked
 from engine.ranks.place import places
 from engine.ranks.placement import placement_text, placements
 from engine.ranks.share_llm import ShareLLM
-from engine.runner.ranks.agreed import agreed_to
 from engine.serve import flags as serve_flags
 from kernels.layer.gemv import multiply_rows_ref
 from kernels.layer.norm import normalize_rows_ref
@@ -303,7 +302,7 @@ def test_all_ranks_capture_or_none(folder):
 
     def said(llm):
         loaded = llm.loaded
-        return agreed_to(loaded, True), agreed_to(loaded, llm.place[0] == 0)
+        return loaded.agreed(True), loaded.agreed(llm.place[0] == 0)
 
     assert pair.each(said) == [(True, False)] * 2
     runner = pair.each(lambda llm: llm.session())[0].runner
