@@ -14,7 +14,7 @@ from engine.load.loaded import Loaded
 from engine.load.options import LLMSettings
 from engine.methods.base import Method
 from engine.ranks.collectives.cards import Asked
-from engine.ranks.drive.followers import Followers
+from engine.ranks.drive.followers import GONE, Followers
 from engine.ranks.drive.lead import Lead, require_shared
 from engine.ranks.drive.meeting import Card, Meeting
 from engine.ranks.place import Place, nodes, started
@@ -110,7 +110,7 @@ class RankedLLM(ShareLLM):
             followers.wait("ready", 0, meeting.place.timeout)
             meeting.all_have_it()
         except RankLost as error:
-            lost = followers.why(error)
+            lost = error if GONE in str(error) else followers.why(error)
             followers.close(f"rank 0 has not loaded the model: {lost}")
             raise lost from None
         except BaseException as error:
