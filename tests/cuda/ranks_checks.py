@@ -24,7 +24,7 @@ def answers(llm, prompt):
             forced = torch.stack([session.decode(token).float().cpu() for token in prompt[:6]])
             session.truncate(len(prompt))
             params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-            tokens = [p.token for p in session.generate([], params) if p.token is not None]
+            tokens = [piece.token_id for piece in session.generate([], params)]
             found[method.name] = tokens, forced
     return found
 
