@@ -441,24 +441,25 @@ class _Mapped:
         out: torch.Tensor,
         check_finite: bool,
     ) -> None:
-        """Convert the rows of each group, or of the groups that `cut` leaves, into `out`. A cut
-        takes whole groups and no columns.
+        """Convert the rows of each group, or those that `cut` leaves of them, into `out`. A cut
+        takes no columns, and whole groups where rows lie in pairs.
         """
-        count = some.stop - some.first
-        groups = range(some.groups)
-        if cut is not None:
-            assert cut.right is None and cut.first % count == 0 and cut.stop % count == 0
-            groups = range(cut.first // count, cut.stop // count)
-        one = out.numel() // max(1, len(groups))
+        count, at = some.stop - some.first, 0
+        first, stop = (0, some.groups * count) if cut is None else (cut.first, cut.stop)
+        assert cut is None or cut.right is None
         size = info.nbytes // (some.groups * some.size)  # of a stored row
-        for number, group in enumerate(groups):
-            start = info.start + (group * some.size + some.first) * size
-            place = replace(info, start=start, stop=start + count * size)
-            mine = out[number * count : (number + 1) * count].view(one)
-            self.copy(name, place, mine, check_finite)
+        while first < stop:
+            group, within = divmod(first, count)
+            taken = min(count - within, stop - first)
+            start = info.start + (group * some.size + some.first + within) * size
+            place = replace(info, start=start, stop=start + taken * size)
+            mine = out[at : at + taken]
+            self.copy(name, place, mine.view(-1), check_finite)
             if some.pairs:
+                assert taken == count, f"{name}: rows {first} to {stop - 1} cut pairs"
                 paired = mine.view(count, -1)[count - some.pairs :]
                 paired.copy_(paired.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1))
+            first, at = first + taken, at + taken
 
     def _not_finite(self, name: str, stored: torch.Tensor, held: torch.Tensor) -> BadCheckpoint:
         """The error for weights that are not finite once they are held."""

@@ -101,7 +101,7 @@ class NativeLayer:
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = layer.q_norm, layer.k_norm
         if norms is not None and layer.block.qk_norm == "width":
-            self._norm_whole(layer, qkv[..., :heads, :], qkv[..., heads : heads + kv_heads, :])
+            self._norm_whole(layer, qkv[..., : heads + kv_heads, :], heads)
             norms = None
         queries = []
         for step, parts in zip(steps, split_rows(steps, qkv, cos, sin)):
@@ -146,18 +146,21 @@ class NativeLayer:
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = layer.q_norm, layer.k_norm
         if norms is not None and width:
-            self._norm_whole(layer, qkv[..., :heads, :], qkv[..., heads : heads + kv_heads, :])
+            self._norm_whole(layer, qkv[:, :, : heads + kv_heads], heads)
             norms = None
         angles = cos.contiguous(), sin.contiguous()
         turned = rotate_rows(qkv, *angles, heads, kv_heads, norms, eps, self._offset)
         return turned[:, :, :heads], turned[:, :, heads:], v, qkv[:, :, :heads]
 
-    def _norm_whole(self, layer: Layer, q: torch.Tensor, k: torch.Tensor) -> None:
-        """Norm all heads of q [B, Q, H, D] at once, and of k, in place."""
+    def _norm_whole(self, layer: Layer, qk: torch.Tensor, heads: int) -> None:
+        """Norm the `heads` heads of q at once, and those of k: qk [B, Q, H + Hkv, D], in place."""
+        if layer.means is not None:
+            qk.copy_(normed_heads(layer, qk, heads, self._eps))
+            return
         assert layer.q_norm is not None and layer.k_norm is not None
-        for heads, norm in ((q, layer.q_norm), (k, layer.k_norm)):
-            normed = normalize_rows(heads.flatten(2), norm, self._eps, self._offset)
-            heads.copy_(normed.view_as(heads))
+        for part, norm in ((qk[:, :, :heads], layer.q_norm), (qk[:, :, heads:], layer.k_norm)):
+            normed = normalize_rows(part.flatten(2), norm, self._eps, self._offset)
+            part.copy_(normed.view_as(part))
 
     def ahead(
         self, number: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

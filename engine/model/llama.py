@@ -25,6 +25,7 @@ from engine.model.per_layer import PerLayer, rounded
 from engine.model.recurrent import DeltaNet, Mixed, Mixer
 from engine.model.rope import apply_rope
 from engine.model.share.matrix import Joined
+from engine.model.share.mean import DividedMean
 from engine.model.share.table import SharedTable
 from kernels.layer.linear import Linear, choose_form, pack_linear
 from kernels.native.pages import moved
@@ -70,6 +71,8 @@ class Layer:
     latent: LatentHeads | None = None
     laurel: Laurel | None = None
     cut: float | None = None  # standard deviations above its mean, of the MLP's gate
+    # of q and of k, where ranks divide the heads that a norm takes together
+    means: DividedMean | None = None
 
     @property
     def norms(self) -> list[torch.Tensor]:
@@ -384,6 +387,8 @@ def normed_heads(layer: Layer, qk: torch.Tensor, heads: int, eps: float) -> torc
         return rms_norm(qk, layer.q_norm, eps, block)
     if block.qk_norm == "width":
         q, k = qk[:, :, :heads], qk[:, :, heads:]
+        if layer.means is not None:
+            return _normed_among_ranks(layer, layer.means, (q, k), eps)
         q = rms_norm(q.flatten(2), layer.q_norm, eps, block).view_as(q)
         k = rms_norm(k.flatten(2), layer.k_norm, eps, block).view_as(k)
         return torch.cat((q, k), dim=2)
@@ -392,6 +397,25 @@ def normed_heads(layer: Layer, qk: torch.Tensor, heads: int, eps: float) -> torc
     even[:, :, :heads].mul_(_offset(layer.q_norm, block))
     even[:, :, heads:].mul_(_offset(layer.k_norm, block))
     return even.to(qk.dtype)
+
+
+def _normed_among_ranks(
+    layer: Layer, means: DividedMean, parts: tuple[torch.Tensor, torch.Tensor], eps: float
+) -> torch.Tensor:
+    """Norm q [B, S, H, D] and k [B, S, Hkv, D] over the heads of all ranks, as `rms_norm` rounds:
+    [B, S, H + Hkv, D].
+    """
+    block, wide = layer.block, [part.flatten(2).float() for part in parts]
+    scales = torch.rsqrt(means(torch.stack([x.square().sum(-1) for x in wide], -1)) + eps)
+    normed = []
+    for x, part, scale, norm in zip(
+        wide, parts, scales.unbind(-1), (layer.q_norm, layer.k_norm), strict=True
+    ):
+        assert norm is not None
+        even = x * scale[..., None]
+        even = even if block.wide_norm else even.to(part.dtype)
+        normed.append((even * _offset(norm, block)).to(part.dtype).view_as(part))
+    return torch.cat(normed, dim=2)
 
 
 def post_attention(
@@ -443,8 +467,11 @@ def attention_out(layer: Layer, attended: torch.Tensor) -> torch.Tensor:
     """
     if layer.mixer_out is None or layer.mixer is None:
         return layer.o(attended)
-    width = layer.mixer.sizes.value_size
-    return layer.o(attended[..., :-width]) + layer.mixer_out(attended[..., -width:])
+    width, o = layer.mixer.sizes.value_size, layer.o
+    attended, mixed = attended[..., :-width], layer.mixer_out(attended[..., -width:])
+    if isinstance(o, Joined):  # both in one sum over ranks
+        return o.join(o.inner(attended) + mixed)
+    return o(attended) + mixed
 
 
 def activated_mlp(both: torch.Tensor, block: Block, cut: float | None) -> torch.Tensor:

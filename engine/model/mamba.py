@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.model.recurrent import Mixed, Recurrent, Ssd, unrefused
+from engine.model.share.mean import DividedMean
 from kernels.recurrent.delta import Tail
 from kernels.recurrent.ssd import ssd_chunk, ssd_step
 
@@ -34,6 +35,8 @@ class Mamba2:
     skip: torch.Tensor  # float32 [H], D
     norm: torch.Tensor | None  # [H * dh]
     scales: torch.Tensor | None = None  # [C + H * dh]: factors of x, B, C, and z
+    # of the one group, where several ranks divide it
+    mean: DividedMean | None = None
     # a self-test refused the Triton kernels of this recurrence
     refused: bool = field(default=False, init=False)
 
@@ -106,7 +109,9 @@ class Mamba2:
         if self.ssd.gate == "before":
             out = out * gate
         groups = out.flatten(2).unflatten(2, (self.sizes.key_heads, -1))
-        normed = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(2)
+        squares = groups.square()
+        mean = self.mean(squares.sum(-1)) if self.mean else squares.mean(-1)
+        normed = (groups * torch.rsqrt(mean[..., None] + eps)).flatten(2)
         if self.ssd.gate == "after":
             normed = normed * gate.flatten(2)
         return (self.norm * normed).to(kind)

@@ -1,13 +1,19 @@
 """Where the ranks' results are joined in a model: behind the embedding, behind attention's output
-projection, behind the MLP, and behind the head.
+projection, behind the MLP, and behind the head; and inside a layer where a norm takes the heads of
+several ranks together.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.model.config.config import ModelConfig
+from engine.model.config.share import Share
 from engine.model.llama import Layer, Llama
+from engine.model.mamba import Mamba2
+from engine.model.recurrent import Mixer
 from engine.model.share.matrix import Join, Joined
+from engine.model.share.mean import DividedMean
 from engine.model.share.table import SharedTable
 
 
@@ -21,13 +27,15 @@ def joined(model: Llama, add: Join, beside: Join) -> Llama:
     return replace(
         model,
         embed=SharedTable(embed, share.vocab, add),
-        layers=[_joined(layer, add) for layer in model.layers],
+        layers=[_joined(layer, model.config, share, add) for layer in model.layers],
         lm_head=Joined(head, beside),
     )
 
 
-def _joined(layer: Layer, add: Join) -> Layer:
-    """A layer that joins what attention and its MLP bring."""
+def _joined(layer: Layer, config: ModelConfig, share: Share, add: Join) -> Layer:
+    """A layer that joins what attention and its MLP bring. What a mixer beside attention brings is
+    added before that sum.
+    """
     o, down = layer.o, layer.down
     assert not isinstance(o, Joined) and not isinstance(down, Joined)
     return replace(
@@ -35,4 +43,27 @@ def _joined(layer: Layer, add: Join) -> Layer:
         o=Joined(o, add),
         down=None if down is None else Joined(down, add),
         mixture=layer.mixture and replace(layer.mixture, join=add),
+        mixer=layer.mixer and _mixer(layer.mixer, share, add),
+        means=_means(config, share, add) if config.block.qk_norm == "width" else None,
     )
+
+
+def _mixer(mixer: Mixer, share: Share, add: Join) -> Mixer:
+    """A mixer whose norm is over a group that ranks divide, or itself."""
+    keys, values = share.keys, share.values
+    if not isinstance(mixer, Mamba2) or mixer.norm is None or share.ranks == 1:
+        return mixer
+    assert keys is not None and values is not None
+    if share.ranks <= keys.of:  # whole groups
+        return mixer
+    widths = (values.of // keys.of * mixer.sizes.value_dim,) * keys.of
+    return replace(mixer, mean=DividedMean(add, widths, (keys.first,), (True,)))
+
+
+def _means(config: ModelConfig, share: Share, add: Join) -> DividedMean:
+    """The means of squares of q and of k of all heads. Of the ranks that hold one K/V head, the one
+    with the first of its query heads adds k.
+    """
+    heads, kv_heads, dim = share.heads, share.kv_heads, config.head_dim
+    first = heads.first % (heads.of // kv_heads.of) == 0
+    return DividedMean(add, (heads.of * dim, kv_heads.of * dim), (0, 1), (True, first))

@@ -38,7 +38,8 @@ class Part(NamedTuple):
 class Share:
     """What rank `rank` of `ranks` holds: query heads, the K/V heads that they read (of layers that
     see everything, and of sliding ones where those have others), the width of an MLP, of an expert
-    and of the expert that all tokens take, and tokens of the vocabulary.
+    and of the expert that all tokens take, and tokens of the vocabulary. values, keys: heads of
+    values of recurrent layers, and the heads of keys (Mamba-2: groups) that they read.
     """
 
     rank: int
@@ -50,6 +51,8 @@ class Share:
     experts: Part | None
     shared: Part | None
     vocab: Part
+    values: Part | None = None
+    keys: Part | None = None
 
 
 BLOCK = 64  # tokens in turn that one rank of a split by context holds

@@ -1,5 +1,6 @@
 """The rows and columns of each stored tensor that a rank reads: q, k, v and gate, up by rows, o and
-down by columns, the embedding and the head by tokens. All else is read whole by every rank.
+down by columns, the embedding and the head by tokens; of a recurrent layer what its heads have. All
+else is read whole by every rank.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ def _cut(target: Target, config: ModelConfig, share: Share) -> Target:
     bias = target.name != base
     if kind in ("embed", "lm_head"):
         return _rows(target, [[share.vocab.range]])
+    if number.endswith(".mixer") or kind in ("mixer_in", "mixer_out"):
+        return _recurrent(target, kind, config, share)
+    if kind in ("qkv", "o") and int(number) in config.recurrent_layers:
+        return _recurrent(target, kind, config, share)
+    if kind in ("q_norm", "k_norm"):
+        return _head_norm(target, kind, int(number), config, share)
     if kind in ("qkv", "gate", "o", "sinks", "keys", "values", "queries"):
         return _attention(target, kind, int(number), config, share)
     if kind not in ("gate_up", "down") or (kind == "down" and bias):
@@ -47,6 +54,39 @@ def _cut(target: Target, config: ModelConfig, share: Share) -> Target:
     else:
         width = share.mlp.times(config.mlp_of(layer) // config.intermediate_size)
     return _columns(target, width) if kind == "down" else _rows(target, _halves(target, width))
+
+
+def _recurrent(target: Target, kind: str, config: ModelConfig, share: Share) -> Target:
+    """A target of a recurrent layer: what the rank's heads of values have, and the heads of keys
+    that they read.
+    """
+    sizes = config.recurrent
+    assert sizes is not None and share.values is not None and share.keys is not None
+    heads, q = share.values, share.keys.times(sizes.key_dim)
+    v = heads.times(sizes.value_dim)
+    if kind in ("o", "mixer_out"):
+        return _columns(target, v)
+    if kind in ("rates", "decay", "step", "skip"):
+        return _rows(target, [[heads.range]] * len(target.parts))
+    if kind == "out_norm":
+        return target if sizes.ssd is None else _rows(target, [[v.range]])
+    # channels: of a gated delta net q, k and v, of Mamba-2 x, B and C
+    wide = (q, q, v) if sizes.ssd is None else (v, q, q)
+    if len(target.parts) == len(wide) + 1:  # stored head of keys by head of keys
+        return _rows(target, [[part.range] for part in (*wide, v)])
+    starts = (0, wide[0].of, wide[0].of + wide[1].of)
+    channels = [_behind(part, start) for part, start in zip(wide, starts)]
+    return _rows(target, [channels, [v.range]][: len(target.parts)])
+
+
+def _head_norm(
+    target: Target, kind: str, layer: int, config: ModelConfig, share: Share
+) -> Target:
+    """The norm of q or k: of each head, or of all heads at once."""
+    if config.block.qk_norm != "width":
+        return target
+    part = share.heads if kind == "q_norm" else share.kv_heads
+    return _rows(target, [[part.times(config.heads_of(layer)[1]).range]])
 
 
 def _attention(target: Target, kind: str, layer: int, config: ModelConfig, share: Share) -> Target:

@@ -13,6 +13,7 @@ from engine.base.errors import SettingError
 from engine.model.config.config import ModelConfig
 from engine.model.config.share import ContextShare, Part, Share
 from engine.model.mixture import Experts
+from engine.model.recurrent import Recurrent
 
 UNITS = (256, 128, 64, 32, 16, 8, 4, 2, 1)  # columns that a width is cut into
 PIECES = 8  # units that a rank has at least, where the width has them: so fine is the evening out
@@ -30,6 +31,7 @@ def share_of(config: ModelConfig, rank: int, ranks: int) -> ModelConfig:
     if config.local_heads is not None:
         local = _kv_of(heads, config.num_heads, config.local_heads[0], ranks)
     experts, shared = _experts(config.experts, rank, ranks)
+    values, keys = _recurrent_heads(config.recurrent, rank, ranks)
     share = Share(
         rank,
         ranks,
@@ -40,6 +42,8 @@ def share_of(config: ModelConfig, rank: int, ranks: int) -> ModelConfig:
         experts,
         shared,
         vocab_of(config.vocab_size, rank, ranks),
+        values,
+        keys,
     )
     mixture = config.experts
     if mixture is not None:
@@ -48,6 +52,9 @@ def share_of(config: ModelConfig, rank: int, ranks: int) -> ModelConfig:
     own_local = config.local_heads
     if own_local is not None and local is not None:
         own_local = local.size, own_local[1]
+    recurrent = config.recurrent
+    if recurrent is not None and values is not None and keys is not None:
+        recurrent = replace(recurrent, value_heads=values.size, key_heads=keys.size)
     return replace(
         config,
         num_heads=heads.size,
@@ -55,6 +62,7 @@ def share_of(config: ModelConfig, rank: int, ranks: int) -> ModelConfig:
         local_heads=own_local,
         intermediate_size=share.mlp.size,
         experts=mixture,
+        recurrent=recurrent,
         share=share,
     )
 
@@ -102,6 +110,9 @@ def whole_of(config: ModelConfig) -> ModelConfig:
     local = config.local_heads
     if local is not None and share.local_kv_heads is not None:
         local = share.local_kv_heads.of, local[1]
+    recurrent = config.recurrent
+    if recurrent is not None and share.values is not None and share.keys is not None:
+        recurrent = replace(recurrent, value_heads=share.values.of, key_heads=share.keys.of)
     return replace(
         config,
         num_heads=share.heads.of,
@@ -109,6 +120,7 @@ def whole_of(config: ModelConfig) -> ModelConfig:
         local_heads=local,
         intermediate_size=share.mlp.of,
         experts=mixture,
+        recurrent=recurrent,
         share=None,
     )
 
@@ -133,10 +145,6 @@ def require_divisible(config: ModelConfig, ranks: int) -> None:
 
 def indivisible(config: ModelConfig) -> str:
     """Why a model's layers cannot be split by heads yet; "" where they can."""
-    if config.recurrent is not None:
-        return "has recurrent layers, whose state is not split by heads"
-    if config.block.qk_norm == "width":
-        return "norms the queries of all heads at once, so no rank can norm its own"
     if config.experts is not None and config.experts.stored == "mxfp4":
         return "stores its experts in MXFP4, whose blocks are not cut"
     if any(cut is not None for cut in config.block.cuts):
@@ -144,9 +152,11 @@ def indivisible(config: ModelConfig) -> str:
     return ""
 
 
-def heads_of(heads: int, kv_heads: int, ranks: int) -> list[tuple[Part, Part]]:
+def heads_of(
+    heads: int, kv_heads: int, ranks: int, names: tuple[str, str] = ("query", "K/V heads")
+) -> list[tuple[Part, Part]]:
     """Return (query heads, K/V heads) of each rank. Raises SettingError where a rank would have no
-    query head.
+    query head. names: what the two are called there.
     """
     if ranks <= kv_heads:
         group = heads // kv_heads
@@ -161,14 +171,26 @@ def heads_of(heads: int, kv_heads: int, ranks: int) -> list[tuple[Part, Part]]:
         sharing = [other for other, kv in enumerate(owners) if kv == owner]
         if len(sharing) > group:
             raise SettingError(
-                f"ranks: found {ranks}, expected at most {kv_heads * group} for {heads} query "
-                f"heads over {kv_heads} K/V heads: each rank needs a query head"
+                f"ranks: found {ranks}, expected at most {kv_heads * group} for {heads} {names[0]} "
+                f"heads over {kv_heads} {names[1]}: each rank needs a {names[0]} head"
             )
         place, count = sharing.index(rank), len(sharing)
         first = owner * group + place * group // count
         stop = owner * group + (place + 1) * group // count
         found.append((Part(first, stop, heads), Part(owner, owner + 1, kv_heads)))
     return found
+
+
+def _recurrent_heads(
+    sizes: Recurrent | None, rank: int, ranks: int
+) -> tuple[Part | None, Part | None]:
+    """The heads of values of recurrent layers that a rank holds, and the heads of keys that they
+    read.
+    """
+    if sizes is None:
+        return None, None
+    names = ("value", "key heads") if sizes.ssd is None else ("recurrent", "groups")
+    return heads_of(sizes.value_heads, sizes.key_heads, ranks, names)[rank]
 
 
 def _kv_of(heads: Part, of: int, kv_heads: int, ranks: int) -> Part:
@@ -194,9 +216,8 @@ def widths_of(config: ModelConfig, ranks: int) -> list[Part]:
     width = config.intermediate_size
     unit = _unit(width, ranks)
     units, gates = -(-width // unit), 2 if config.block.activation == "relu2" else 3
-    heads = [part for part, _ in heads_of(config.num_heads, config.num_kv_heads, ranks)]
-    each = 2 + 2 / config.group  # rows of q and columns of o, and of k and v
-    spent = [part.size * each * config.head_dim / (gates * unit) for part in heads]
+    column = gates * unit * config.hidden_size * (config.num_layers - len(config.bare))
+    spent = [weights / column for weights in _mixing_weights(config, ranks)]
     if config.experts is not None and len(config.experts.dense) < config.num_layers:
         spent = [0.0] * ranks  # MLPs are few, or beside wider mixtures
     goal = (units + sum(spent)) / ranks
@@ -210,6 +231,22 @@ def widths_of(config: ModelConfig, ranks: int) -> list[Part]:
         Part(min(width, first * unit), min(width, stop * unit), width)
         for first, stop in zip(stops, stops[1:])
     ]
+
+
+def _mixing_weights(config: ModelConfig, ranks: int) -> list[float]:
+    """Weights of attention and of recurrence in all layers that each rank holds."""
+    heads = [part for part, _ in heads_of(config.num_heads, config.num_kv_heads, ranks)]
+    each = 2 + 2 / config.group  # rows of q and columns of o, and of k and v
+    layer = each * config.head_dim * config.hidden_size * len(config.attending_layers)
+    found = [part.size * layer for part in heads]
+    if config.recurrent is None:
+        return found
+    for rank in range(ranks):
+        values, keys = _recurrent_heads(config.recurrent, rank, ranks)
+        assert values is not None and keys is not None
+        own = replace(config.recurrent, value_heads=values.size, key_heads=keys.size)
+        found[rank] += own.parameters(config.hidden_size) * len(own.layers)
+    return found
 
 
 def _unit(width: int, ranks: int) -> int:
