@@ -70,7 +70,8 @@ class Rows(NamedTuple):
 
 class Cut(NamedTuple):
     """What a part is of a larger one that is stored: rows `first` .. stop-1, and of those the
-    columns left .. right-1. whole: the larger one's shape; right: None for all columns.
+    columns left .. right-1, or entries of the second dimension where there are more. whole: the
+    larger one's shape; right: None for all columns.
     """
 
     whole: tuple[int, ...]
@@ -85,7 +86,7 @@ class Cut(NamedTuple):
         rows = self.stop - self.first
         if self.right is None:
             return rows, *self.whole[1:]
-        return rows, self.right - self.left
+        return rows, self.right - self.left, *self.whole[2:]
 
 
 @dataclass(frozen=True)
@@ -322,8 +323,12 @@ class Checkpoint:
     ) -> torch.Tensor:
         """Read blocks and scales, and return the weights."""
         blocks, scales = (torch.empty(shape, dtype=torch.uint8) for _, shape in target.parts)
-        for (name, info), raw in zip(infos, (blocks, scales)):
-            maps[info.file].copy(name, info, raw.view(-1), False)
+        cuts = target.cuts or (None, None)
+        for (name, info), cut, raw in zip(infos, cuts, (blocks, scales)):
+            if cut is None:
+                maps[info.file].copy(name, info, raw.view(-1), False)
+            else:
+                maps[info.file].copy_cut(name, info, cut, raw, False)
         out = torch.empty(target.shape, dtype=dtype)
         dequantise(blocks, scales, out)
         if check_finite and not _all_finite(out.view(-1)):
@@ -425,11 +430,12 @@ class _Mapped:
                 warnings.simplefilter("ignore")  # as in `copy`
                 raw = torch.frombuffer(self.map, dtype=torch.uint8, count=span, offset=at)
             aligned = at % BYTES[info.dtype].itemsize == 0
-            piece = (raw if aligned else raw.clone()).view(BYTES[info.dtype]).view(-1, wide)
+            stored = (raw if aligned else raw.clone()).view(BYTES[info.dtype])
+            piece = stored.view(-1, wide, *cut.whole[2:])
             mine.copy_(piece[:, cut.left : cut.right])
             if check_finite and not _all_finite(mine):
                 raise self._not_finite(name, piece[:, cut.left : cut.right], mine)
-            del raw, piece  # as in `copy`
+            del raw, stored, piece  # as in `copy`
             self._release(at, at + span)
 
     def copy_groups(

@@ -223,7 +223,7 @@ class NativeLayer:
         gated = block.activation == "silu" and block.gate == 1.0 and layer.cut is None
         mixed = multiply(x, layer.gate_up, layer.post_norm, eps, gated=gated, offset=offset)
         if not gated:
-            mixed = activated_mlp(mixed, block, layer.cut)
+            mixed = activated_mlp(mixed, layer)
         if block.down == 1.0:
             return self._through(layer, mixed, layer.down, layer.down_norm, x)
         return self._added(layer, multiply(mixed, layer.down) * block.down, layer.down_norm, x)

@@ -25,7 +25,7 @@ from engine.model.per_layer import PerLayer, rounded
 from engine.model.recurrent import DeltaNet, Mixed, Mixer
 from engine.model.rope import apply_rope
 from engine.model.share.matrix import Joined
-from engine.model.share.mean import DividedMean
+from engine.model.share.mean import DividedMean, DividedSpread
 from engine.model.share.table import SharedTable
 from kernels.layer.linear import Linear, choose_form, pack_linear
 from kernels.native.pages import moved
@@ -73,6 +73,8 @@ class Layer:
     cut: float | None = None  # standard deviations above its mean, of the MLP's gate
     # of q and of k, where ranks divide the heads that a norm takes together
     means: DividedMean | None = None
+    # of the MLP's gate, where ranks divide its width and it is cut
+    spread: DividedSpread | None = None
 
     @property
     def norms(self) -> list[torch.Tensor]:
@@ -449,7 +451,7 @@ def through_mlp(layer: Layer, x: torch.Tensor, eps: float) -> torch.Tensor:
         if layer.down_norm is None and block.residual == 1.0:
             return layer.mixture(y, residual=x)
         return _added(x, layer.mixture(y), layer.down_norm, eps, block)
-    out = layer.down(activated_mlp(layer.gate_up(y), block, layer.cut))
+    out = layer.down(activated_mlp(layer.gate_up(y), layer))
     if block.down != 1.0:
         out = out * block.down
     if layer.mixture is not None and layer.beside is not None:
@@ -474,15 +476,20 @@ def attention_out(layer: Layer, attended: torch.Tensor) -> torch.Tensor:
     return o(attended) + mixed
 
 
-def activated_mlp(both: torch.Tensor, block: Block, cut: float | None) -> torch.Tensor:
-    """An MLP between its products: gate and up side by side, or what has no gate; cut: Layer's."""
+def activated_mlp(both: torch.Tensor, layer: Layer) -> torch.Tensor:
+    """A layer's MLP between its products: gate and up side by side, or what has no gate."""
+    block = layer.block
     if block.activation == "relu2":
         return F.relu(both).square()
     gate, up = both.chunk(2, dim=-1)
     if block.gate != 1.0:
         gate = gate * block.gate
-    if cut is not None:
-        least = gate.mean(-1, keepdim=True) + gate.std(-1, keepdim=True, correction=0) * cut
+    if layer.cut is not None:
+        if layer.spread is None:
+            mean, spread = gate.mean(-1, keepdim=True), gate.std(-1, keepdim=True, correction=0)
+        else:
+            mean, spread = (part.to(gate.dtype) for part in layer.spread(gate))
+        least = mean + spread * layer.cut
         gate = F.relu(gate - least)
     gate = F.silu(gate) if block.activation == "silu" else F.gelu(gate, approximate="tanh")
     return gate * up

@@ -12,14 +12,15 @@ from engine.model.config.share import Share
 from engine.model.llama import Layer, Llama
 from engine.model.mamba import Mamba2
 from engine.model.recurrent import Mixer
+from engine.model.share.divide import whole_of, widths_of
 from engine.model.share.matrix import Join, Joined
-from engine.model.share.mean import DividedMean
+from engine.model.share.mean import DividedMean, DividedSpread
 from engine.model.share.table import SharedTable
 
 
-def joined(model: Llama, add: Join, beside: Join) -> Llama:
+def joined(model: Llama, add: Join, beside: Join, gathered: Join) -> Llama:
     """Return a rank's share of a model, of the same memory, whose products are joined. add: the sum
-    over ranks; beside: the ranks' last dimensions side by side.
+    over ranks; beside: the ranks' last dimensions side by side; gathered: a tensor of every rank.
     """
     share, embed, head = model.config.share, model.embed, model.lm_head
     assert share is not None and not isinstance(embed, SharedTable)
@@ -27,7 +28,13 @@ def joined(model: Llama, add: Join, beside: Join) -> Llama:
     return replace(
         model,
         embed=SharedTable(embed, share.vocab, add),
-        layers=[_joined(layer, model.config, share, add) for layer in model.layers],
+        layers=[
+            replace(
+                _joined(layer, model.config, share, add),
+                spread=None if layer.cut is None else _spread(model.config, share, gathered),
+            )
+            for layer in model.layers
+        ],
         lm_head=Joined(head, beside),
     )
 
@@ -67,3 +74,9 @@ def _means(config: ModelConfig, share: Share, add: Join) -> DividedMean:
     heads, kv_heads, dim = share.heads, share.kv_heads, config.head_dim
     first = heads.first % (heads.of // kv_heads.of) == 0
     return DividedMean(add, (heads.of * dim, kv_heads.of * dim), (0, 1), (True, first))
+
+
+def _spread(config: ModelConfig, share: Share, gathered: Join) -> DividedSpread:
+    """The mean and the deviation of an MLP's gate, of which every rank has a part."""
+    parts = widths_of(whole_of(config), share.ranks)
+    return DividedSpread(gathered, tuple(part.size for part in parts))

@@ -15,7 +15,8 @@ from engine.ranks.share_llm import ShareLLM, card_of
 class Placement:
     """One rank's part. weights, bank, total: bytes; heads, kv_heads, mlp, vocab: (first, one past
     the last); cores: it runs on these, () where the system decides; tokens: whose K and V it holds
-    of a full session, None: of all; device: "cpu", or its GPU.
+    of a full session, None: of all; device: "cpu", or its GPU; state_heads: of recurrent layers'
+    values, None: there are none.
     """
 
     rank: int
@@ -29,6 +30,7 @@ class Placement:
     cores: tuple[int, ...] = ()
     tokens: int | None = None
     device: str = "cpu"
+    state_heads: tuple[int, int] | None = None
 
 
 def placements(llm: RankedLLM) -> list[Placement]:
@@ -58,6 +60,7 @@ def placements(llm: RankedLLM) -> list[Placement]:
                 cores,
                 None if context is None else context.count(plan.max_context),
                 device,
+                None if share is None or share.values is None else share.values.range,
             )
         )
     return found
@@ -72,6 +75,8 @@ def placement_text(llm: RankedLLM) -> str:
         if one.tokens is None:
             heads, kv_heads = (_numbers(range(*own)) for own in (one.heads, one.kv_heads))
             whole, held = "", f"query heads {heads}, K/V heads {kv_heads}"
+            if one.state_heads is not None:
+                held += f", heads of recurrent state {_numbers(range(*one.state_heads))}"
         else:
             whole = "all "
             held = f"{one.tokens} of {llm.max_context} tokens, in blocks of {BLOCK} in turn"

@@ -21,10 +21,9 @@ from engine.load.options import LLMSettings
 from engine.methods.base import Method
 from engine.methods.exact import Exact
 from engine.model.config.config import ModelConfig
-from engine.model.low_bits import OnTheWay
 from engine.model.share.cut import added_once
 from engine.model.share.divide import context_share_of, heads_of, share_of, vocab_of, whole_of
-from engine.model.tensors import targets
+from engine.model.share.few_bits import require_whole_groups
 from engine.ranks.group import Ranks
 from engine.ranks.joined import joined
 from engine.ranks.merge import Merge
@@ -115,7 +114,8 @@ class ShareLLM(LLM):
                     f"bank: found {self.config.bank!r} with split_by='context', expected 'model'"
                 )
         else:
-            self._require_whole_groups()
+            given = self.planner.rounding, options.weights, count
+            require_whole_groups(self.config, *given)
         self._require(self.method)
 
     def _require_device(self, offload: str | None) -> None:
@@ -124,32 +124,6 @@ class ShareLLM(LLM):
             raise SettingError(
                 "offload: found 'host' with split_by='context', expected 'auto' or 'device'"
             )
-
-    def _require_whole_groups(self) -> None:
-        """Raise SettingError for weights of few bits that come so, or whose groups a cut would
-        divide: they would be others than one process's.
-        """
-        rounding, count, word = self.planner.rounding, self.place[1], self.options.weights
-        if not isinstance(rounding, OnTheWay):
-            raise SettingError(
-                f"weights: found a quantised checkpoint with {count} ranks, expected float weights"
-            )
-        for target in targets(self.config):
-            cuts = [cut for cut in target.cuts if cut is not None]
-            shape = target.shape
-            held = rounding.held(target.name, shape[-1]) if cuts and len(shape) == 2 else None
-            if held is None:
-                continue
-            for cut in cuts:
-                right = cut.whole[1] if cut.right is None else cut.right
-                whole = right == cut.whole[1] or right % held.group == 0
-                if held.outliers or cut.left % held.group or not whole:
-                    size = "a row, outliers apart" if held.outliers else f"{held.group} columns"
-                    raise SettingError(
-                        f"weights: found {word!r} with {count} ranks, but {target.name} has a "
-                        f"scale for {size}, which a cut at columns {cut.left} to {right} divides; "
-                        "use weights='auto'"
-                    )
 
     def hold(self, ranks: Ranks) -> None:
         """Take the other ranks, which `load` and everything after it needs."""
@@ -176,7 +150,7 @@ class ShareLLM(LLM):
         def over_heads(x: torch.Tensor) -> torch.Tensor:
             return ranks.beside(x, heads)
 
-        model = joined(loaded.model, ranks.add, beside)
+        model = joined(loaded.model, ranks.add, beside, ranks.gathered)
         step = self._step_form(loaded, ranks)
         self.loaded = replace(
             loaded,

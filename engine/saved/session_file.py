@@ -268,9 +268,13 @@ def _require_alike(
             for start, length, held, logits, open_ in state["savepoints"]
         ]
         none = [name for name, value in state.items() if value is None]
+        held = state.get("recurrent") or {}
+        stands = [
+            point[:2] for point in (*held.get("savepoints", ()), *filter(None, [held.get("now")]))
+        ]
         rest = state["ring"], sorted(state["kept"]), state["origins"], state["method"]
-        outline = repr((list(ids), points, none, *rest))
-    except (TypeError, ValueError, KeyError):
+        outline = repr((list(ids), points, none, stands, *rest))
+    except (TypeError, ValueError, KeyError, AttributeError):
         outline = ""  # it makes no session, as its rank will say
     if len(set(loaded.peers.texts(hashlib.sha256(outline.encode()).hexdigest()))) > 1:
         raise SavedFileError(

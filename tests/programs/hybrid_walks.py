@@ -249,20 +249,33 @@ def walks(
     given = dict(max_positions=CONTEXT)
     config = latent_config(**given) if family == LATENT else hybrid_config(family=family, **given)
     settings = dict(max_context=CONTEXT, chunk=CHUNK, savepoints=savepoints)
-    llm, found = tiny_llm(METHODS[method], config, **settings), Found()
-    chosen, weights = zip(*OPERATIONS)
+    llm = tiny_llm(METHODS[method], config, **settings)
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(count):
-            draw = random.Random(f"{seed} {number}")
-            walk = Walk(llm, METHODS[method], tier, draw, Path(folder), found)
-            for operation in draw.choices(chosen, weights, k=steps):
-                operation(walk)
-            walk.compare()
-            if not isinstance(METHODS[method], Exact):
-                found.sparse += walk.session.stats.sparse_steps
-            walk.session.close()
-            found.walks += 1
-            assert found.worst <= TOLERANCE, f"walk {number} of seed {seed}: {found.worst:.1e}"
+        return walks_of(llm, Path(folder), count, seed, METHODS[method], tier, steps)
+
+
+def walks_of(
+    llm: LLM,
+    folder: Path,
+    count: int,
+    seed: int,
+    method: Method,
+    tier: str | None,
+    steps: int = 8,
+) -> Found:
+    """Take walks over a model; every rank of one takes the same. folder: where they save."""
+    found, (chosen, weights) = Found(), zip(*OPERATIONS)
+    for number in range(count):
+        draw = random.Random(f"{seed} {number}")
+        walk = Walk(llm, method, tier, draw, folder, found)
+        for operation in draw.choices(chosen, weights, k=steps):
+            operation(walk)
+        walk.compare()
+        if not isinstance(method, Exact):
+            found.sparse += walk.session.stats.sparse_steps
+        walk.session.close()
+        found.walks += 1
+        assert found.worst <= TOLERANCE, f"walk {number} of seed {seed}: {found.worst:.1e}"
     return found
 
 

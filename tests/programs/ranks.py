@@ -25,11 +25,13 @@ import torch
 from engine import LLM, Exact, Full, OmniKV, RankedLLM, SamplingParams, SnapKV, StreamingLLM
 from engine.base.errors import EngineError
 from tests.engine.methods.method_table import ROWS
+from tests.engine.model.test_gpt_oss import packed
 from tests.engine.ranks.model import SETTINGS, ids_of, model_folder
 from tests.engine.ranks.threads import Together
 from tools.families.models import VARIANTS, make
 
 LIMIT = 1e-4  # the issue's bound of a float32 logit
+MXFP4 = "gpt-oss-mxfp4"  # beside the families' variants
 
 
 def answer(llm, method, ids, steps):
@@ -75,11 +77,14 @@ def methods(folder: Path, ranks: int, only: list[str], split_by: str) -> Iterato
 
 def families(folder: Path, ranks: int, only: list[str], split_by: str) -> Iterator[tuple[str, str]]:
     """(name, line) of every variant of every family."""
-    for name in VARIANTS:
+    for name in (*VARIANTS, MXFP4):
         if only and name not in only:
             continue
         place = folder / name
-        make(place, name)
+        if name == MXFP4:
+            packed(place, make(place, "gpt-oss", hidden_size=64, intermediate_size=160))
+        else:
+            make(place, name)
         settings = SETTINGS | dict(method=Full())
         try:
             many = Together(place, ranks, split_by=split_by, **settings)

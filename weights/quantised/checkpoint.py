@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from weights.checkpoint import DTYPES, WIDE, Checkpoint, LoadProgress, Target
+from weights.checkpoint import DTYPES, WIDE, Checkpoint, Cut, LoadProgress, Target
 from weights.errors import BadCheckpoint, UnsupportedCheckpoint
 from weights.jsonfile import shown
 from weights.quantised.format import FLOATS, Format, Part
@@ -119,8 +119,9 @@ class QuantisedCheckpoint:
     ) -> Iterator[tuple[str, list[torch.Tensor | Stored]]]:
         """Yield (target.name, its parts): tensors of `dtype`, or Stored where a part is quantised.
 
-        Raises BadCheckpoint for NaN, infinity, a scale of 0, weights beyond the range of `dtype`,
-        and a file that has changed since its header was read.
+        A rank's share is cut from tensors that are read whole. Raises BadCheckpoint for NaN,
+        infinity, a scale of 0, weights beyond the range of `dtype`, and a file that has changed
+        since its header was read.
         """
         targets, begun, done = list(targets), time.monotonic(), 0
         files = {info.file for info in self.tensors.values()}
@@ -129,12 +130,15 @@ class QuantisedCheckpoint:
             parts: list[torch.Tensor | Stored] = []
             wanted = torch.float32 if target.form == WIDE else dtype
             rows = target.rows or (None,) * len(target.parts)
-            for (name, shape), some in zip(target.stored, rows):
+            cuts = target.cuts or (None,) * len(target.parts)
+            for (name, shape), some, cut in zip(target.stored, rows, cuts):
                 part, size = self._read(name, shape, wanted, check_finite)
                 if some is not None:
                     part = (
                         part.rows(some.numbers) if isinstance(part, Stored) else part[some.numbers]
                     )
+                if cut is not None:
+                    part = part.cut(cut) if isinstance(part, Stored) else _cut(part, cut)
                 parts.append(part.to(device))
                 done += size
                 if progress:
@@ -174,3 +178,9 @@ class QuantisedCheckpoint:
             if file.readinto(data) != info.nbytes:
                 raise BadCheckpoint(f"{info.file}: changed while it was read")
         return torch.frombuffer(data, dtype=torch.uint8).view(STORED[info.dtype]).view(info.shape)
+
+
+def _cut(part: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """The rows and columns that `cut` names of floats."""
+    rows = part[cut.first : cut.stop]
+    return (rows if cut.right is None else rows[:, cut.left : cut.right]).contiguous()

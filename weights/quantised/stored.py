@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weights.checkpoint import Cut
 from weights.errors import BadCheckpoint
 
 FP8_MOST = 448.0  # of float8_e4m3fn
@@ -36,6 +37,30 @@ class Stored(NamedTuple):
         """Some rows, int64 [n], each with its scales."""
         offsets = None if self.offsets is None else self.offsets[index]
         return self._replace(values=self.values[index], scales=self.scales[index], offsets=offsets)
+
+    def cut(self, cut: Cut) -> Stored:
+        """Some rows and columns of it, each with its scales; columns in whole groups, if a row has
+        several, and not permuted.
+        """
+        whole = cut.whole[1]
+        left, right = cut.left, whole if cut.right is None else cut.right
+        rows, columns, scales, group = slice(cut.first, cut.stop), slice(None), slice(None), 0
+        if right - left < whole:
+            pair = 2 if self.kind == "int4" else 1
+            assert self.permutation is None and left % pair == 0
+            assert right == whole or right % pair == 0
+            columns = slice(left // pair, -(-right // pair))
+            group = right - left
+            if self.group < whole:
+                assert left % self.group == 0 and (right == whole or right % self.group == 0)
+                scales, group = slice(left // self.group, -(-right // self.group)), self.group
+        offsets = None if self.offsets is None else self.offsets[rows, scales].contiguous()
+        return self._replace(
+            values=self.values[rows, columns].contiguous(),
+            scales=self.scales[rows, scales].contiguous(),
+            offsets=offsets,
+            group=group or self.group,
+        )
 
     def to(self, device: torch.device | str) -> Stored:
         """The same matrix on a device."""

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from engine.model.config.config import ModelConfig
 from engine.model.config.share import Part, Share
-from weights.checkpoint import TURNED, Cut, Rows, Target
+from weights.checkpoint import MXFP4, TURNED, Cut, Rows, Target
+from weights.mxfp4 import COLUMNS
 
 Ranges = list[tuple[int, int]]
 
@@ -24,6 +25,25 @@ def cut_targets(targets: list[Target], config: ModelConfig, share: Share) -> lis
 def added_once(name: str) -> bool:
     """Whether a target is added to a sum over ranks, so that one rank alone may bring it."""
     return name.endswith((".o.bias", ".down.bias"))
+
+
+def cut_columns(target: Target) -> list[tuple[int, int, int]]:
+    """(left, right, of how many) of the columns of a target's matrix that its parts hold, for those
+    that do not hold all.
+    """
+    found = []
+    for cut in target.cuts:
+        if cut is None:
+            continue
+        if target.form == TURNED:
+            left, right, whole = cut.first, cut.stop, cut.whole[0]
+        else:
+            block = COLUMNS if target.form == MXFP4 else 1
+            right = cut.whole[1] if cut.right is None else cut.right
+            left, right, whole = (block * entry for entry in (cut.left, right, cut.whole[1]))
+        if right - left < whole:
+            found.append((left, right, whole))
+    return found
 
 
 def _cut(target: Target, config: ModelConfig, share: Share) -> Target:
@@ -79,9 +99,7 @@ def _recurrent(target: Target, kind: str, config: ModelConfig, share: Share) -> 
     return _rows(target, [channels, [v.range]][: len(target.parts)])
 
 
-def _head_norm(
-    target: Target, kind: str, layer: int, config: ModelConfig, share: Share
-) -> Target:
+def _head_norm(target: Target, kind: str, layer: int, config: ModelConfig, share: Share) -> Target:
     """The norm of q or k: of each head, or of all heads at once."""
     if config.block.qk_norm != "width":
         return target
@@ -139,6 +157,8 @@ def _expert(target: Target, kind: str, width: Part, config: ModelConfig) -> Targ
         if target.form == TURNED and not target.name.endswith(".bias"):
             assert ranges is not None
             return _columns(target, width.times(2))
+        if target.form == MXFP4:
+            return _rows(target, [[width.times(2).range]] * len(target.parts))
         return _rows(target, _halves(target, width) if ranges is None else [ranges])
     return _rows(target, [[width.range]]) if target.form == TURNED else _columns(target, width)
 
@@ -158,8 +178,13 @@ def _rows(target: Target, ranges: list[Ranges]) -> Target:
 
 
 def _columns(target: Target, width: Part) -> Target:
-    """A target of some columns of its one part."""
-    ((name, shape),) = target.parts
-    assert shape[1] == width.of and not target.rows, f"{target.name}: {shape}, {width}"
-    cut = Cut(shape, 0, shape[0], width.first, width.stop)
-    return replace(target, parts=((name, cut.shape),), cuts=(cut,))
+    """A target of some columns of its one part, or of the blocks and scales that hold them."""
+    assert not target.rows, target.name
+    cuts = []
+    for _, shape in target.parts:
+        block = width.of // shape[1]
+        assert shape[1] * block == width.of, f"{target.name}: {shape}, {width}"
+        assert width.first % block == width.stop % block == 0, f"{target.name}: {width}"
+        cuts.append(Cut(shape, 0, shape[0], width.first // block, width.stop // block))
+    parts = tuple((name, cut.shape) for (name, _), cut in zip(target.parts, cuts))
+    return replace(target, parts=parts, cuts=tuple(cuts))

@@ -14,6 +14,8 @@ from engine.model.config.config import ModelConfig
 from engine.model.config.share import ContextShare, Part, Share
 from engine.model.mixture import Experts
 from engine.model.recurrent import Recurrent
+from weights.checkpoint import MXFP4
+from weights.mxfp4 import COLUMNS
 
 UNITS = (256, 128, 64, 32, 16, 8, 4, 2, 1)  # columns that a width is cut into
 PIECES = 8  # units that a rank has at least, where the width has them: so fine is the evening out
@@ -127,29 +129,25 @@ def whole_of(config: ModelConfig) -> ModelConfig:
 
 def require_divisible(config: ModelConfig, ranks: int) -> None:
     """Raise SettingError where a model cannot be split over so many ranks, with the reason."""
-    why = indivisible(config)
-    if why:
-        raise SettingError(f"ranks: found {ranks}, but {config.family} {why}; use one process")
     if ranks > MOST_RANKS:
         raise SettingError(f"ranks: found {ranks}, expected at most {MOST_RANKS}")
     heads_of(config.num_heads, config.num_kv_heads, ranks)
+    _recurrent_heads(config.recurrent, 0, ranks)
     narrowest = [config.intermediate_size, config.vocab_size]
     if config.experts is not None:
         narrowest.append(config.experts.width)
+        blocks = config.experts.width // _block(config.experts)
+        if config.experts.width >= ranks > blocks:
+            raise SettingError(
+                f"ranks: found {ranks}, expected at most {blocks}: an expert's width of "
+                f"{config.experts.width} is stored in blocks of {_block(config.experts)} columns, "
+                "which are not cut"
+            )
     if min(narrowest) < ranks:
         raise SettingError(
             f"ranks: found {ranks}, expected at most {min(narrowest)}, the width of this model's "
             "narrowest matrix"
         )
-
-
-def indivisible(config: ModelConfig) -> str:
-    """Why a model's layers cannot be split by heads yet; "" where they can."""
-    if config.experts is not None and config.experts.stored == "mxfp4":
-        return "stores its experts in MXFP4, whose blocks are not cut"
-    if any(cut is not None for cut in config.block.cuts):
-        return "cuts an MLP's gate at the mean of its whole width"
-    return ""
 
 
 def heads_of(
@@ -249,14 +247,15 @@ def _mixing_weights(config: ModelConfig, ranks: int) -> list[float]:
     return found
 
 
-def _unit(width: int, ranks: int) -> int:
-    """The largest unit that divides a width into PIECES for each rank."""
-    most = width // (PIECES * ranks)
-    return next((unit for unit in UNITS if unit <= most and width % unit == 0), 1)
+def _unit(width: int, ranks: int, block: int = 1) -> int:
+    """The largest unit that divides a width into PIECES for each rank, or its blocks."""
+    most = max(block, width // (PIECES * ranks))
+    found = (unit for unit in UNITS if unit <= most and width % unit == 0 == unit % block)
+    return next(found, block)
 
 
-def _even(width: int, rank: int, ranks: int) -> Part:
-    unit = _unit(width, ranks)
+def _even(width: int, rank: int, ranks: int, block: int = 1) -> Part:
+    unit = _unit(width, ranks, block)
     units = -(-width // unit)
     first, stop = rank * units // ranks * unit, (rank + 1) * units // ranks * unit
     return Part(min(width, first), min(width, stop), width)
@@ -267,7 +266,12 @@ def _experts(experts: Experts | None, rank: int, ranks: int) -> tuple[Part | Non
     if experts is None:
         return None, None
     shared = _even(experts.shared, rank, ranks) if experts.shared else None
-    return _even(experts.width, rank, ranks), shared
+    return _even(experts.width, rank, ranks, _block(experts)), shared
+
+
+def _block(experts: Experts) -> int:
+    """Columns that are stored together."""
+    return COLUMNS if experts.stored == MXFP4 else 1
 
 
 def vocab_of(vocab: int, rank: int, ranks: int) -> Part:

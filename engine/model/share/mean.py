@@ -1,4 +1,6 @@
-"""Means over a width that ranks divide: a norm's over the heads of all ranks."""
+"""Means over a width that ranks divide: a norm's over the heads of all ranks, and those that an MLP
+cuts its gate at.
+"""
 
 from __future__ import annotations
 
@@ -34,3 +36,26 @@ class DividedMean:
         whole = self.add(brought)
         means = [whole[..., slot] / self.widths[slot] for slot in self.slots]
         return torch.stack(means, -1)
+
+
+class DividedSpread:
+    """The mean and the standard deviation of rows of which this rank has a part. gathered: a tensor
+    of every rank, in their order. sizes: of each rank's part.
+    """
+
+    def __init__(
+        self, gathered: Callable[[torch.Tensor], torch.Tensor], sizes: tuple[int, ...]
+    ) -> None:
+        self.gathered, self.sizes = gathered, sizes
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Map x [..., own] to both, float32 [..., 1]: one collective of two floats a row. Variances
+        of the parts and the distances of their means add up (Chan, Golub and LeVeque 1979).
+        """
+        variance, mean = torch.var_mean(x.float(), -1, correction=0)
+        means, variances = self.gathered(torch.stack((mean, variance))).unbind(1)
+        shares = torch.tensor(self.sizes, dtype=torch.float32) / sum(self.sizes)
+        shares = shares.view(-1, *(1,) * mean.dim())
+        whole = (means * shares).sum(0)
+        spread = ((variances + (means - whole).square()) * shares).sum(0).sqrt()
+        return whole[..., None], spread[..., None]
