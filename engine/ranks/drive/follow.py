@@ -79,8 +79,10 @@ class Follower:
         self._ends = False
         connection.send(rank)
         threading.Thread(target=self._read, daemon=True).start()
-        # Ctrl-C is rank 0's: it tells the others
+        # Ctrl-C is rank 0's, and so is SIGTERM, which torchrun and systemd send to every process:
+        # it ends what is under way and tells the others
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         warnings.simplefilter("ignore")  # rank 0 says them once
 
     def _read(self) -> None:
