@@ -3,6 +3,7 @@ an end in one line where one dies.
 """
 
 import asyncio
+import importlib
 import json
 import os
 import random
@@ -20,8 +21,10 @@ import torch
 from engine import LLM, AsyncLLM, Exact, Full, OmniKV, RankedLLM, SamplingParams
 from engine.base.errors import ContextTooLong, RankLost, SavedFileError, SettingError
 from engine.methods.mass_meter import Watch
+from engine.ranks.drive import following
 from engine.saved.cache import BlockCache
 from engine.saved.container import Writer
+from engine.terminal import sigint
 from tests.builders import POCKET, ROOT
 from tests.cuda.ranks_checks import check_same
 from tests.programs.rank_kills import children
@@ -480,3 +483,29 @@ def test_a_server_answers_over_ranks_and_ends_when_one_does():
     assert server.returncode == 1
     assert re.search(r"error: rank 1 \(process \d+\) was ended by signal 9; start the server", said)
     assert "Traceback" not in said
+
+
+def test_sigterm_is_rank_0_s(pair):
+    """torchrun and systemd send it to every process; rank 0 says when the others end."""
+    (follower,) = pair._meeting._followers._processes
+    os.kill(follower.pid, signal.SIGTERM)
+    with pair.session() as session:
+        session.prefill(ids_of(20))
+        session.decode(5)
+    assert follower.poll() is None
+
+
+@pytest.mark.parametrize("start", ["follow_rank_0", "start"])
+def test_a_rank_of_torchrun_that_is_not_the_first_follows(monkeypatch, start):
+    """It reads no flags. `python -m tests.programs.torchrun_serve` runs torchrun itself."""
+    given = dict(RANK="1", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="1")
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["engine.serve", "--no-such-flag"])
+    found = []
+    monkeypatch.setattr(following, "follow", lambda place: found.append(place) or 7)
+    monkeypatch.setattr(sigint, "leave_quietly", lambda name: None)  # of this process
+    serve = importlib.import_module("engine.serve.__main__")
+    with pytest.raises(SystemExit) as left:
+        getattr(serve, start)()
+    assert left.value.code == 7 and [(p.rank, p.size, p.folder) for p in found] == [(1, 2, "")]

@@ -12,7 +12,7 @@ from engine.model.share.divide import MOST_RANKS, heads_of, share_of, whole_of
 from engine.model.tensors import targets
 from engine.ranks.drive import meeting
 from engine.ranks.place import Place
-from tests.builders import POCKET, hybrid_config, session_config, tiny_config
+from tests.builders import POCKET, session_config, tiny_config
 
 COLUMNS = (".o", ".down")
 
@@ -122,11 +122,6 @@ def test_what_is_split_is_even_where_heads_are_not():
 def test_more_ranks_than_parts_are_refused(ranks, changes, said):
     with pytest.raises(SettingError, match=said):
         share_of(tiny_config(**changes), 0, ranks)
-
-
-def test_recurrent_layers_are_refused():
-    with pytest.raises(SettingError, match="recurrent layers"):
-        share_of(hybrid_config(), 0, 2)
 
 
 def test_a_part_scales():
