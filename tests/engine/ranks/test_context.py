@@ -225,7 +225,7 @@ def test_other_weights(tmp_path, settings):
 
 
 def test_weights_that_come_in_few_bits(tmp_path):
-    """Heads do not split them; here they are whole."""
+    """They are whole on every rank."""
     config, _ = write(tmp_path / "m", "w4a16, channels")
     given = dict(dtype="float32", device="cpu", threads=1, method=Full())
     ids = [1 + place % (config.vocab_size - 1) for place in range(min(131, config.max_positions))]

@@ -29,13 +29,12 @@ SETTINGS = dict(max_context=1024, chunk=64, dtype="float32", device="cpu", threa
 CLOSE = 1e-4  # of float32 logits
 STORED = ("gptq", "gptq, 8 bits", "awq", "w4a16, channels", "w8a16", "nf4", "bitsandbytes int8")
 # what a rank of two and of four holds of the state: whole groups, or a part of one
-HYBRID = ("qwen3.5", "qwen3-next", "granite-hybrid", "granite-hybrid-dense", "falcon-h1-norm")
-HYBRID += ("nemotron-h",)
+HYBRID = ("qwen3.5", "qwen3-next", "granite-hybrid-dense", "falcon-h1-norm", "nemotron-h")
 OTHERS = ("olmo2", "minimax-m2", "gemma3n", "gpt-oss-mxfp4")
 # floats that one layer brings beside the formula of docs/PARALLEL.md, with four ranks
 MORE = {"granite-hybrid-dense": (1, "recurrent"), "falcon-h1-norm": (2, "recurrent")}
-MORE |= {"nemotron-h": (2, "recurrent"), "granite-hybrid": (2, "recurrent")}
-MORE |= {"olmo2": (2, "attention"), "minimax-m2": (2, "attention"), "gemma3n": (2, "cut")}
+MORE |= {"nemotron-h": (2, "recurrent"), "olmo2": (2, "attention")}
+MORE |= {"minimax-m2": (2, "attention"), "gemma3n": (2, "cut")}
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +200,10 @@ def test_quantised_checkpoints_are_as_near_their_floats_as_in_one_process(tmp_pa
     def read(llm):
         return llm.session().prefill(ids)
 
+    if name == "w4a16, channels" and not usable():  # torch's product takes rows by the tile
+        with pytest.raises(SettingError, match="take other numbers of rows"):
+            Together(tmp_path / "m", 2, **given)
+        return
     exact = read(LLM(tmp_path / "m", **given, weights="float"))
     one = read(LLM(tmp_path / "m", **given))
     off = float((one - exact).abs().max())
@@ -215,7 +218,7 @@ def test_quantised_checkpoints_are_as_near_their_floats_as_in_one_process(tmp_pa
     "name, ranks, said",
     [
         ("gptq, act-order", 2, "32 columns in an order of its own, which a cut at"),
-        ("gptq, version 2", 8, "0.o has a scale for 64 columns, which a cut at columns 0 to 32 d"),
+        ("gptq, 8 bits", 8, "0.o has a scale for 64 columns, which a cut at columns 0 to 32 d"),
     ],
 )
 def test_groups_of_columns_that_a_cut_divides_are_refused(tmp_path, name, ranks, said):
