@@ -23,11 +23,11 @@ from engine.methods.exact import Exact
 from engine.model.config.config import ModelConfig
 from engine.model.share.cut import added_once
 from engine.model.share.divide import context_share_of, heads_of, share_of, vocab_of, whole_of
-from engine.model.share.few_bits import require_whole_groups
 from engine.ranks.group import Ranks
 from engine.ranks.joined import joined
 from engine.ranks.merge import Merge
 from engine.ranks.methods import require_dealt, require_method
+from engine.ranks.weights.few_bits import require_whole_groups
 from engine.session.session import Session
 from engine.text.tokenizer import Tokenizer
 

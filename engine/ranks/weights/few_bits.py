@@ -37,10 +37,10 @@ def require_whole_groups(config: ModelConfig, rounding: Rounding, word: str, ran
             if wrong is None and not permuted and _alike(mine, theirs, left, right, columns):
                 continue
             if right - left == columns and mine is not None and theirs is not None:
-                own, one = (f"{held.kind} in groups of {held.group}" for held in (mine, theirs))
+                here, one = (f"{held.kind} in groups of {held.group}" for held in (mine, theirs))
                 raise SettingError(
                     f"weights: found {word!r} with {ranks} ranks, but {target.name} would be held "
-                    f"as {own}, and in one process as {one}: this machine's products take other "
+                    f"as {here}, and in one process as {one}: this machine's products take other "
                     "numbers of rows; use float weights with weights='auto'"
                 )
             group = wrong.group if wrong is not None else _group(mine, theirs)
