@@ -218,6 +218,12 @@ class Bank(ABC):
 
     # ---------------------------------------------------------------- reading
 
+    def here(self, length: int) -> tuple[Bank, int]:
+        """The bank that has what this process holds of the first `length` tokens' rows of layers
+        that keep all, and how many those are; rows there are numbered from 0 on.
+        """
+        return self, length
+
     @abstractmethod
     def kv(self, layer: int, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of one layer as [B, Hkv, T, D] views of any strides.

@@ -53,6 +53,7 @@ class DeviceBank(Bank):
 
     Reserves layers * batch * capacity * kv_heads * (both widths) elements at construction; a CPU
     commits pages as they are written. donor: a bank of the same model that hands its layers over.
+    rows_alone: rings and the state of recurrent layers lie in another bank.
     """
 
     def __init__(
@@ -66,15 +67,16 @@ class DeviceBank(Bank):
         offloaded: Collection[int] = (),
         donor: DeviceBank | None = None,
         chunk: int = DEFAULT_CHUNK,
+        rows_alone: bool = False,
     ) -> None:
         super().__init__(config, capacity, dtype, device, batch)
         self._rings: dict[int, WindowRing] = {} if donor is None else donor._rings
-        if donor is None:
+        if donor is None and not rows_alone:
             sizes = chunk, self.capacity, batch
             self._rings = window_rings(config, *sizes, self.dtype, self.device)
         if donor is not None:
             self.recurrent = donor.recurrent
-        elif config.recurrent is not None:
+        elif config.recurrent is not None and not rows_alone:
             self.recurrent = RecurrentState(config.recurrent, dtype, self.device, batch)
         self._layers: list[LayerRows | None] = [None] * self.num_layers
         self._large_from = LARGE // (self.widths[0] * self.dtype.itemsize)  # tokens

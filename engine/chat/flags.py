@@ -18,8 +18,6 @@ ONE_PROCESS = (
     "calibrate",
     "forever",
 )
-# and those that ranks which hold their own tokens' rows do not take
-ALL_ROWS = ("session", "watch", "exact", "exact_below")
 MAX_TOKENS = 1024  # default bound of an answer in the chat; the library's 64 is for programs
 EPILOG = """With -p the program answers once and ends (-i stays in the chat), with -f it reads the
 document first. With -f alone the chat opens behind the document: you type the questions, or a pipe
@@ -92,12 +90,6 @@ def _require_one_process(args: argparse.Namespace) -> None:
         if getattr(args, name):
             raise UsageError(
                 f"--{name.replace('_', '-')}: works on one process; leave it or {flag} out"
-            )
-    for name in ALL_ROWS if args.split_by == "context" else ():
-        if getattr(args, name):
-            raise UsageError(
-                f"--{name.replace('_', '-')}: reads the rows of all tokens, which lie on several "
-                "processes; leave it or --split-by context out"
             )
 
 

@@ -21,7 +21,7 @@ from engine.load.report import LARGER, OFFLOAD_CHUNK, ROUND, Item, Plan
 from engine.methods.base import Method, scratch_shape
 from engine.model.config.config import ModelConfig
 from engine.model.config.latent import OPENED_ROWS, Latent
-from engine.model.config.share import EXCHANGED
+from engine.model.config.share import EXCHANGED, LANDING
 from engine.model.low_bits import FewBits
 from engine.model.share.divide import whole_of
 from engine.plan.free_memory import HEADROOM, free_bytes
@@ -91,7 +91,7 @@ def memory_items(
     rows, bank_note = config.bank_rows(context), _bank_note(config, size, device)
     bank = kept * rows * config.kv_bytes(size)
     if config.context is not None:
-        bank += 2 * config.kv_bytes(size)  # where a step's row lands
+        bank += 2 * LANDING * config.kv_bytes(size)  # where a step's rows land
         bank_note += f", the rows of {rows} tokens of {context}"
     if needs.near is not None:
         freed = _keys_freed(config, needs.near, dtype, chunk, context)
@@ -333,6 +333,7 @@ def _tier_items(
 ) -> tuple[Item, ...]:
     if placement is None:
         return ()
+    context = config.bank_rows(context)
     parts, kept = placement.device_items(config, size, context), placement.kept
     held = f"{placement.slots} slots and {placement.ring} newest rows per group"
     if kept is not None and placement.cache is not None:
@@ -479,7 +480,8 @@ class _Search:
         memory is another.
         """
         size = self.dtype.itemsize
-        tier = placement.host_bytes(self.config, size, context) if placement else 0
+        rows = self.config.bank_rows(context)
+        tier = placement.host_bytes(self.config, size, rows) if placement else 0
         if self.one_memory:
             return tier
         needs = self.method.needs(self.layers, self.config, context, size)
@@ -497,10 +499,11 @@ class _Search:
         if self.offload == "device" or (self.offload == "auto" and self.one_memory):
             return None
         context = reserved_rows(context, self.device.type)
+        rows = self.config.bank_rows(context)
         full = full_placement(
             self.method.needs(self.layers, self.config, context, self.dtype.itemsize),
-            context,
-            min(self.chunk, context),
+            rows,
+            min(self.chunk, rows),
             self.slots,
             by_layer=self.device.type == "cuda",
             row_layers=self.config.row_layers,

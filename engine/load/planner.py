@@ -347,9 +347,10 @@ class Planner:
         staged = needs.staged_layers and offload == "auto" and on_gpu and not plan.shared
         if offload == "device" or (planned is None and offload != "host" and not staged):
             return None
-        chunk, slots = min(self.chunk, capacity), self.options.slots
+        rows = config.bank_rows(capacity)
+        chunk, slots = min(self.chunk, rows), self.options.slots
         placement = full_placement(
-            needs, capacity, chunk, slots, by_layer=on_gpu, row_layers=config.row_layers
+            needs, rows, chunk, slots, by_layer=on_gpu, row_layers=config.row_layers
         )
         if (
             placement is None

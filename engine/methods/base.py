@@ -526,6 +526,12 @@ class Runtime:
         """Those of `chosen_rows` that stand for all that was not chosen: int64 [m], ascending."""
         return torch.zeros(0, dtype=torch.int64, device=self.setup.device)
 
+    def mass_kept(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor | None:
+        """The share of the newest query's attention that falls on what a sparse layer read, float32
+        [H], q [B, Q, H, D]; None: whoever asks reads the rows of all tokens for it.
+        """
+        return None
+
     def tail_start(self, step: Step) -> torch.Tensor:
         """First position [B] int32 from which sparse layers read everything."""
         return torch.zeros_like(step.visible)

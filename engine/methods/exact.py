@@ -181,8 +181,12 @@ class ExactRuntime(Runtime):
 
     def __init__(self, method: Exact, setup: Setup):
         super().__init__(method, setup)
-        self.drafter = method.method.runtime(setup)
+        self.drafter = self._drafting(method.method, setup)
         self._choice: Choice = {}, {}
+
+    def _drafting(self, method: Method, setup: Setup) -> Runtime:
+        """The inner method's runtime."""
+        return method.runtime(setup)
 
     @property
     def nbytes(self) -> int:

@@ -63,6 +63,9 @@ class MassMeter:
         """Attend as the inner runtime; a SPARSE layer leaves its mass behind."""
         out = self.inner.attend(layer, q, step)
         if self.inner.setup.plan.roles[layer] is Role.SPARSE:
+            if (share := self.inner.mass_kept(layer, q, step)) is not None:
+                self.mass[self._first + layer] = float(share.mean())
+                return out
             n, start = step.lengths[0], int(self.inner.tail_start(step)[0])
             weights = self._weights(layer, q, step, n)
             self.mass[self._first + layer] = self.kept(

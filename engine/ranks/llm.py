@@ -15,7 +15,7 @@ from engine.load.options import LLMSettings
 from engine.methods.base import Method
 from engine.ranks.collectives.cards import Asked
 from engine.ranks.drive.followers import GONE, Followers
-from engine.ranks.drive.lead import Lead, require_shared
+from engine.ranks.drive.lead import Lead
 from engine.ranks.drive.meeting import Card, Meeting
 from engine.ranks.place import Place, nodes, started
 from engine.ranks.share_llm import ShareLLM, card_of
@@ -118,7 +118,7 @@ class RankedLLM(ShareLLM):
             raise
         assert self.loaded is not None
         self._ranks.follow_calls()
-        self._lead = Lead(self._ranks, followers, self._require, self.split_by)
+        self._lead = Lead(self._ranks, followers, self._require)
         self.loaded = replace(self.loaded, lead=self._lead)
         return self.loaded
 
@@ -145,7 +145,6 @@ class RankedLLM(ShareLLM):
         self.load()
         if method is not None:
             self._require(method)
-        self._require_device(offload)
         assert self._lead is not None
         if self._lead.inside:  # a call that opens one, on every rank
             return super().session(method, max_context, offload)
@@ -164,7 +163,6 @@ class RankedLLM(ShareLLM):
         progress: SaveProgress | None = None,
     ) -> tuple[Session, Any]:
         """As LLM, of a session that as many ranks have saved."""
-        require_shared("restore", self.split_by)
         self.load()
         assert self._lead is not None
         given = dict(max_context=max_context, offload=offload, tokens=tokens)

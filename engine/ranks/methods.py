@@ -12,7 +12,7 @@ from collections.abc import Callable
 from engine.base.errors import SettingError
 from engine.methods.base import Method
 from engine.methods.exact import Exact
-from engine.methods.split.context_runtime import why_not_dealt
+from engine.methods.split.dealt import why_not_dealt
 
 # each head by itself, or by positions alone
 OWN_HEADS = (

@@ -12,7 +12,6 @@ import torch
 from engine.base.checks import one_of
 from engine.base.device import current
 from engine.base.errors import SettingError
-from engine.batch.batch import Batch
 from engine.forward.layer import FusedLayer
 from engine.forward.self_test import StepForms
 from engine.llm import LLM
@@ -107,23 +106,10 @@ class ShareLLM(LLM):
                 f"weights_offload: found {options.weights_offload!r} with {count} ranks, expected "
                 "'off'"
             )
-        if self.split_by == "context":
-            self._require_device(options.offload)
-            if self.config.bank != "model":
-                raise SettingError(
-                    f"bank: found {self.config.bank!r} with split_by='context', expected 'model'"
-                )
-        else:
+        if self.split_by == "heads":
             given = self.planner.rounding, options.weights, count
             require_whole_groups(self.config, *given)
         self._require(self.method)
-
-    def _require_device(self, offload: str | None) -> None:
-        """Raise SettingError for a host tier of what lies on several ranks already."""
-        if self.split_by == "context" and offload == "host":
-            raise SettingError(
-                "offload: found 'host' with split_by='context', expected 'auto' or 'device'"
-            )
 
     def hold(self, ranks: Ranks) -> None:
         """Take the other ranks, which `load` and everything after it needs."""
@@ -193,17 +179,7 @@ class ShareLLM(LLM):
         """As LLM; SettingError for a method that ranks cannot run."""
         if method is not None:
             self._require(method)
-        self._require_device(offload)
         return super().session(method, max_context, offload)
-
-    def batch(self, slots: int = 4, pause: float | None = None) -> Batch:
-        """As LLM; SettingError for ranks that hold the rows of their own tokens."""
-        if self.split_by == "context":
-            raise SettingError(
-                "batch: found split_by='context', whose steps are of one session; use "
-                "split_by='heads' or one process"
-            )
-        return super().batch(slots, pause)
 
 
 def card_of(rank: int) -> str:

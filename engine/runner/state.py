@@ -22,7 +22,7 @@ from engine.bank.split.context_bank import ContextBank
 from engine.bank.split.query_ring import SplitQueryRing
 from engine.bank.split.split_bank import SplitBank
 from engine.base.device import StepClock, current
-from engine.base.errors import ContextTooLong, SessionClosed, SettingError
+from engine.base.errors import ContextTooLong, SessionClosed
 from engine.base.interrupts import complete
 from engine.base.newest_tokens import NewestTokens
 from engine.load.loaded import Loaded
@@ -251,7 +251,8 @@ class SessionState:
             return ChunkBank(config, self.capacity, dtype, device, **sizes)
         given = config, plan, self.capacity, dtype, device
         if config.context is not None:
-            return ContextBank(*given, chunk=planner.chunk)
+            pool = None if placement is None else loaded.host_pool
+            return ContextBank(*given, planner.chunk, placement, pool, planner.backend)
         if needs.near is not None:
             return NearBank(*given, needs.near, chunk=planner.chunk)
         if placement is None:
@@ -449,14 +450,7 @@ class SessionState:
         self.sampler = sampler
 
     def watch_with(self, watch: Watch | None) -> None:
-        """Set the meter of the attention mass kept; None: no meter. Raises SettingError where no
-        process has the rows that it reads.
-        """
-        if watch is not None and self.loaded.config.context is not None:
-            raise SettingError(
-                "watch: found a model split by context, of which no rank has all rows; use "
-                "split_by='heads' or one process"
-            )
+        """Set the meter of the attention mass kept; None: no meter."""
         self.watch = watch
 
     def copy_state(self, other: SessionState) -> None:

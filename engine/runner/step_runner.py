@@ -27,7 +27,7 @@ from engine.forward.split.pace import ChunkPace
 from engine.load.loaded import Loaded
 from engine.methods.base import Method, Runtime, Setup
 from engine.methods.full import Full
-from engine.methods.split.context_runtime import context_runtime
+from engine.methods.split.dealt import context_runtime
 from engine.methods.split.exact_runtime import over_parts
 from engine.model.config.config import ModelConfig
 from engine.model.llama import Llama

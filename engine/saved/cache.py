@@ -57,8 +57,6 @@ def unfit(planner: Planner) -> str:
         return (
             f"the recurrent layers of this model ({config.family}) have a state that no row gives"
         )
-    if config.context is not None:
-        return "ranks that split a model by context have rows of their own tokens alone"
     if config.rope.kind == "dynamic":
         return "the rope of this model (dynamic) depends on the whole prompt's length"
     return ""
@@ -247,12 +245,15 @@ class BlockCache:
             first, stop = spans[number]
             self._read(wanted.blocks[begun + number], ids[first:stop], piece)
 
-        with read_ahead(session.bank, spans, read) as pieces:
-            for first, stop in spans:
+        here = session.bank.here
+        held = [(here(first)[1], here(stop)[1]) for first, stop in spans]
+        with read_ahead(here(0)[0], held, read) as pieces:
+            for (first, stop), (row, _) in zip(spans, held):
                 piece = self._found(pieces, wanted.blocks[first // PIECE].name)
                 if piece is None:
                     break
-                write_piece(session.bank, piece, first, max(0, done - first))
+                bank, have = here(done)
+                write_piece(bank, piece, row, max(0, have - row))
                 done = stop
                 if progress is not None:
                     progress(done, len(ids))
@@ -333,16 +334,17 @@ class BlockCache:
         return written
 
     def _write(self, session: SessionState, block: Block, first: int) -> bool:
-        bank, path = session.bank, self.path(block.name)
+        path = self.path(block.name)
+        (bank, row), (_, stop) = session.bank.here(first), session.bank.here(first + PIECE)
         plan = [
             ("ids", torch.int64, (PIECE,)),
-            ("rows", bank.dtype, piece_shape(bank, PIECE)),
+            ("rows", bank.dtype, piece_shape(bank, stop - row)),
         ]
         try:
             path.parent.mkdir(exist_ok=True, mode=0o700)
             with Writer(path, plan, block._asdict(), durable=False) as writer:
                 writer.write("ids", torch.tensor(session.ids[first : first + PIECE]))
-                writer.write("rows", read_piece(bank, first, first + PIECE))
+                writer.write("rows", read_piece(bank, row, stop))
         except (SavedFileError, OSError) as error:
             self.announce(f"cache: {error}")
             return False

@@ -21,7 +21,10 @@ def model_key(loaded: Loaded) -> dict[str, str]:
     sizes = (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
     # end tokens change no row
     kept = dataclasses.replace(config, bos_token_id=None, eos_token_ids=())
+    share = config.context
+    own = {} if share is None else {"tokens": f"rank {share.rank} of {share.ranks} by context"}
     return {
+        **own,
         "bank format": BANK_FORMATS[config.bank],
         "sizes": f"{'x'.join(map(str, sizes))}, vocabulary {config.vocab_size}",
         "rope": repr(config.rope),

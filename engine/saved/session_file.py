@@ -119,8 +119,9 @@ def save_session(
 def _write(session: SessionState, path: Path, extra: Any, progress: Progress | None) -> str:
     """Write what this process holds of a session; the file's digest."""
     tensors: list[torch.Tensor] = []
-    facts, bank = _facts(session, extra, tensors), session.bank
-    total = 0 if bank.forgets else len(session)  # of whose rows there are pieces
+    facts = _facts(session, extra, tensors)
+    # the rows of which there are pieces
+    bank, total = session.bank.here(0 if session.bank.forgets else len(session))
     plan = [(f"value.{i}", t.dtype, tuple(t.shape)) for i, t in enumerate(tensors)]
     plan += [
         (f"rows.{number}", bank.dtype, piece_shape(bank, stop - first))
@@ -335,8 +336,10 @@ def _fill(
     """Load the file into an empty session: of rows, those of the first `wanted` tokens."""
     bank, ring = session.bank, session.query_ring
     with exclusive(session.loaded):
-        held = [] if bank.forgets else [s for s in spans(len(ids)) if s[0] < wanted]
-        _read_rows(bank, reader, held, wanted, progress)
+        rows, total = bank.here(0 if bank.forgets else len(ids))
+        most = bank.here(wanted)[1]
+        held = [span for span in spans(total) if span[0] < most]
+        _read_rows(rows, reader, held, most, progress)
         try:
             low, high = state["ring"]
             if not 0 <= low <= high <= len(ids):

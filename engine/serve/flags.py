@@ -104,10 +104,6 @@ def require_sense(args: argparse.Namespace) -> None:
     """Raise UsageError for flags that do not go together, or values out of range."""
     if (flag := flag_of(args)) and args.forever:
         raise UsageError(f"--forever: works on one process; leave it or {flag} out")
-    if args.split_by == "context":
-        raise UsageError(
-            "--split-by: found context, whose steps are of one session; a server takes heads"
-        )
     if args.connections < 1:
         raise UsageError("--connections: expected at least 1")
     if not 1 <= args.slots <= 256 or not 0 <= args.queue <= 4096 or not args.pause >= 0:

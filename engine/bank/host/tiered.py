@@ -52,9 +52,9 @@ class TieredBank(Bank):
     on the device.
 
     backend: kernel backend of the copies ("auto", "reference", "cpu", "triton"). donor: a bank of
-    the same model that hands its device layers over. Device memory: Placement.device_items; host
-    blocks are taken as tokens come. write_chunk and before_step raise OutOfHostMemory, nothing
-    changed.
+    the same model that hands its device layers over. rows_alone: as DeviceBank's. Device memory:
+    Placement.device_items; host blocks are taken as tokens come. write_chunk and before_step raise
+    OutOfHostMemory, nothing changed.
     """
 
     tiered = True
@@ -71,15 +71,18 @@ class TieredBank(Bank):
         pool: HostPool,
         backend: str = "auto",
         donor: TieredBank | None = None,
+        rows_alone: bool = False,
     ) -> None:
         super().__init__(config, capacity, dtype, device)
         capacity = self.capacity
         self._config, self.placement, self.pool = config, placement, pool
+        self._rows_alone = rows_alone
         layers = placement.layers
         resident = None if donor is None else donor._resident
         given = config, plan, capacity, dtype, device
+        chunk = placement.chunk
         self._resident: DeviceBank = DeviceBank(
-            *given, offloaded=layers, donor=resident, chunk=placement.chunk
+            *given, offloaded=layers, donor=resident, chunk=chunk, rows_alone=rows_alone
         )
         # unpinned rows go through the CPU
         readable = pool.pinned or self.device.type == "cpu"
@@ -379,8 +382,8 @@ class TieredBank(Bank):
             # it begins to overwrite the ring where an older one was copied from. Only now: a wait
             # in the step behind the copy would be seen.
             wait(self._writer.event, self.device)
-        if self._ring_stop == 0 and n > 1:
-            self._refill(n - 1)
+        if self._ring_stop == 0 and self.host_length:
+            self._refill(min(n, self.host_length))
         self._ring_stop, self._kept = n, {}
 
     def after_step(self, n: int) -> None:
@@ -389,21 +392,21 @@ class TieredBank(Bank):
             self.write_back(n)
 
     @contextlib.contextmanager
-    def replaying(self, n: int) -> Iterator[None]:
+    def replaying(self, n: int, new: int = 1) -> Iterator[None]:
         """As Bank's. The rings are filled for n tokens; the next step fills them for the true
-        length again.
+        length again. new: rows that a step writes; 0 where it writes them elsewhere.
         """
         length = self.length
         self.write_back(length)
-        self._refill(n - 1)
+        self._refill(n - new)
 
         def restore() -> None:
             self._writer.host_length, self._ring_stop, self._kept = length, 0, {}
 
         try:
             # the steps' new row is read from the ring, where they write it
-            self._writer.host_length, self._ring_stop = n - 1, n
-            with self._resident.replaying(n):
+            self._writer.host_length, self._ring_stop = n - new, n
+            with self._resident.replaying(n) if new else contextlib.nullcontext():
                 yield
         finally:
             complete(restore)
@@ -463,6 +466,8 @@ class TieredBank(Bank):
         for layer in self.attending:
             if self.row_layers[layer] != layer:
                 continue
+            if self._rows_alone and layer not in self.keeping:
+                continue
             if not self.on_host(layer) and not other.on_host(layer):
                 self._resident.copy_layer(layer, other, length)
             elif not shared:
@@ -495,6 +500,7 @@ class TieredBank(Bank):
             self.pool,
             self._backend,
             donor=self,
+            rows_alone=self._rows_alone,
         )
         try:
             new.copy_from(self, self.host_length)

@@ -13,33 +13,44 @@ go to the lowest position, as candidates are ranked in the order of positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 
+from engine.bank.base import Bank, Opened, SparseRows
+from engine.model.config.latent import OPENED_ROWS
 from engine.model.config.share import EXCHANGED, ContextShare
 from kernels.attention.cpu import attend_sequence, logit_blocks
 from kernels.attention.native import attend, attends, head_most
 from kernels.attention.scratch import Scratch
 from kernels.launch.dispatch import choose
-from kernels.launch.softmax import Softmax
+from kernels.launch.softmax import PLAIN, Softmax
 from kernels.prefill.dense import attend_past, prefill_dense_lse
-from kernels.prefill.merge import Part
+from kernels.prefill.merge import Part, merge
+from kernels.rows.forms import as_bytes
 from kernels.select.topk import select_topk
 
 # gives a tensor [...] of every rank, in the order of ranks: [ranks, ...]
 Gathered = Callable[[torch.Tensor], torch.Tensor]
 
 
-def merged(part: Part, gathered: Gathered, dtype: torch.dtype) -> Part:
-    """Attention over the rows of all ranks, of each rank's part (out [.., H, D], lse [.., H]): (out
-    in `dtype`, lse float32), the same bits on every rank.
+def bare(softmax: Softmax) -> Softmax:
+    """The same without sinks, which count once for all ranks (`merged`)."""
+    return softmax if softmax.sinks is None else replace(softmax, sinks=None)
+
+
+def merged(part: Part, gathered: Gathered, dtype: torch.dtype, softmax: Softmax = PLAIN) -> Part:
+    """Attention over the rows of all ranks and the sinks of `softmax`, of each rank's part without
+    them (out [.., H, D], lse [.., H]): (out in `dtype`, lse float32), the same bits on every rank.
     """
     out, lse = part
     parts = gathered(torch.cat([out.float(), lse.unsqueeze(-1)], -1))
     outs, logs = parts[..., :-1], parts[..., -1:]
     # weights that add up to 1, which exp(lse - rounded sum) would not
-    return (outs * logs.softmax(0)).sum(0).to(dtype), logs.logsumexp(0).squeeze(-1)
+    whole = (outs * logs.softmax(0)).sum(0), logs.logsumexp(0).squeeze(-1)
+    out, lse = softmax.sunk(*whole)
+    return out.to(dtype), lse
 
 
 def no_rows(q: torch.Tensor) -> Part:
@@ -63,9 +74,10 @@ def dense_part(
     scored: bool,
 ) -> tuple[Part, torch.Tensor | None]:
     """Attention of one query q [1, 1, H, D] to the first n of a rank's rows, K and V [1, Hkv, T,
-    D]: ((out, lse), the scaled and capped logits float32 [H, n] if `scored`). Mutates scratch.
+    D], without sinks: ((out, lse), the scaled and capped logits float32 [H, n] if `scored`).
+    Mutates scratch.
     """
-    (k, v), heads = rows, q.shape[2]
+    (k, v), heads, softmax = rows, q.shape[2], bare(softmax)
     if not n:
         return no_rows(q), q.new_empty(heads, 0, dtype=torch.float32) if scored else None
     k, v = k[0, :, :n], v[0, :, :n]
@@ -102,55 +114,90 @@ def score(
 
 def sparse_part(
     q: torch.Tensor,
-    rows: tuple[torch.Tensor, torch.Tensor],
-    index: torch.Tensor,
-    tail: int,
-    n: int,
+    rows: SparseRows,
     scale: float,
     softmax: Softmax,
     scratch: Scratch,
     backend: str,
 ) -> Part:
-    """Attention of one query q [1, 1, H, D] to a rank's rows index, int32 [m] ascending and below
-    `tail`, and its rows tail .. n-1: (out, lse). Mutates scratch.
+    """Attention of one query q [1, 1, H, D] to a rank's part of a selection and its rows of the
+    tail, without sinks: (out, lse). Mutates scratch.
     """
-    k, v = rows[0][0], rows[1][0]
-    kept = len(index)
-    if kept + n - tail == 0:
+    k, v, softmax = rows.k[0], rows.v[0], bare(softmax)
+    kept, tail, stop = int(rows.counts), int(rows.tail_start), int(rows.stop)
+    index = rows.index[0, 0, :kept]
+    if kept + stop - tail == 0:
         return no_rows(q)
     if natively(q, k, v, backend):
         some = q[0], k, v, scale, index[None] if kept else None, kept, tail
-        out, lse = attend(*some, softmax=softmax, parts=scratch.part, stop=n)
+        out, lse = attend(*some, softmax=softmax, parts=scratch.part, stop=stop)
         return out[None], lse[None]
-    every = torch.cat([index, torch.arange(tail, n, dtype=index.dtype)])
-    k, v = (side.index_select(1, every) for side in (k, v))
+    every = torch.cat([index, torch.arange(tail, stop, dtype=index.dtype)])
+    k, v = (as_bytes(side).index_select(1, every).view(side.dtype) for side in (k, v))
     out, lse = attend_sequence(q[0], k, v, scale, scratch.blocks, softmax)
     return out[None], lse[None]
 
 
 def prompt_attention(
     q: torch.Tensor,
-    rows: tuple[torch.Tensor, torch.Tensor],
+    own: Bank,
+    layer: int,
     first: int,
     share: ContextShare,
     gathered: Gathered,
     scale: float,
     softmax: Softmax,
     backend: str,
+    ahead: bool = True,
+    opened: Opened | None = None,
 ) -> torch.Tensor:
-    """Causal attention of a chunk q [1, C, H, D] at positions from `first` on, whose rows the ranks
-    hold already; rows: K and V [1, Hkv, T, D] of this one. Returns [1, C, H, D] in q.dtype.
+    """Causal attention of a chunk or step q [1, C, H, D] at positions from `first` on, whose rows
+    the ranks hold already; own: the bank of this one's. Returns [1, C, H, D] in q.dtype. ahead,
+    opened: as in attend_stream (engine/bank/host/streamed_attention.py).
 
     Queries at positions that a rank holds see its rows up to their own; between them lie queries
     that see as many as the first of them. A rank so computes its part of the chunk's square too.
-    EXCHANGED queries at a time bound what is exchanged.
+    EXCHANGED queries at a time bound what is exchanged. An offloaded layer's rows come over once.
     """
-    found = []
+    given, found = (share, scale, bare(softmax), backend), []
+    streams = opened is not None or own.on_host(layer)
+    whole = _streamed_part(q, own, layer, first, *given, ahead, opened) if streams else None
     for begin in range(0, q.shape[1], EXCHANGED):
-        some = q[:, begin : begin + EXCHANGED]
-        part = _prompt_part(some, rows, first + begin, share, scale, softmax, backend)
-        found.append(merged(part, gathered, q.dtype)[0])
+        some = slice(begin, begin + EXCHANGED)
+        if whole is None:
+            part = _prompt_part(q[:, some], own.kv(layer), first + begin, *given)
+        else:
+            part = whole[0][:, some], whole[1][:, some]
+        found.append(merged(part, gathered, q.dtype, softmax)[0])
     return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+def _streamed_part(
+    q: torch.Tensor,
+    own: Bank,
+    layer: int,
+    first: int,
+    share: ContextShare,
+    scale: float,
+    softmax: Softmax,
+    backend: str,
+    ahead: bool,
+    opened: Opened | None,
+) -> Part:
+    """What a rank's rows bring to queries q [1, C, H, D] at positions from `first` on, block by
+    block; the newest rows from where they are.
+    """
+    begin, stop = share.count(first), share.count(first + q.shape[1])
+    size, so_far = None if opened is None else OPENED_ROWS, None
+    for _, k, v in own.blocks(layer, 0, begin, size, ahead):
+        k, v = (k, v) if opened is None else opened(k)
+        so_far = attend_past(q, k, v, scale, so_far, softmax, backend)
+    if begin < stop:
+        k, v = own.newest_rows(layer, begin, stop)
+        k, v = (k, v) if opened is None else opened(k)
+        newest = _prompt_part(q, (k, v), first, share, scale, softmax, backend, begin)
+        so_far = newest if so_far is None else merge([so_far, newest], torch.float32)
+    return so_far or no_rows(q)
 
 
 def _prompt_part(
@@ -161,11 +208,14 @@ def _prompt_part(
     scale: float,
     softmax: Softmax,
     backend: str,
+    begin: int = 0,
 ) -> Part:
-    """What a rank's rows bring to queries q [1, C, H, D] at positions from `first` on."""
+    """What a rank's rows from `begin` on, K and V [1, Hkv, T, D], bring to queries q [1, C, H, D]
+    at positions from `first` on.
+    """
     outs, logs = [], []
     for start, stop, held in share.spans(first, first + q.shape[1]):
-        some, seen = q[:, start - first : stop - first], share.count(start)
+        some, seen = q[:, start - first : stop - first], share.count(start) - begin
         if held:
             part = prefill_dense_lse(some, *rows, seen, scale, softmax, backend)
         else:
@@ -175,6 +225,37 @@ def _prompt_part(
         outs.append(part[0].float())
         logs.append(part[1])
     return torch.cat(outs, 1), torch.cat(logs, 1)
+
+
+def own_logits(
+    q: torch.Tensor, blocks: Iterable[torch.Tensor], scale: float, softmax: Softmax
+) -> torch.Tensor:
+    """The scaled and capped logits of one query q [1, H, D] on a rank's rows, float32 [H, n];
+    blocks: their K [1, Hkv, n, D], in order.
+    """
+    found = [torch.empty(q.shape[1], 0)]
+    for k in blocks:
+        for _, _, block in logit_blocks(q, k[0], scale, softmax=softmax):
+            found.append(block.reshape(q.shape[1], -1).clone())
+    return torch.cat(found, 1)
+
+
+def kept_mass(
+    q: torch.Tensor,
+    blocks: Iterable[torch.Tensor],
+    kept: torch.Tensor,
+    gathered: Gathered,
+    scale: float,
+    softmax: Softmax,
+) -> torch.Tensor:
+    """The share of one query's attention that falls on some rows, of that to all ranks' rows:
+    float32 [H]. q [1, H, D]; blocks: K [1, Hkv, n, D] of a rank's rows, in their order; kept: int64
+    [m], those of its rows that count.
+    """
+    logits = own_logits(q, blocks, scale, softmax)
+    both = torch.stack([logits.logsumexp(1), logits[:, kept].logsumexp(1)])
+    every, some = gathered(both).logsumexp(0)
+    return (some - every).exp()
 
 
 def candidates(scores: torch.Tensor, rows: torch.Tensor, share: ContextShare) -> torch.Tensor:

@@ -99,7 +99,7 @@ class ModelConfig:
     bank: str = "model"
     # as `names`: other heads tell shares apart
     share: Share | None = field(default=None, repr=False)
-    # no rows are saved of a split by context
+    # of a file's model it stands apart (engine/saved/model_key.py)
     context: ContextShare | None = field(default=None, repr=False)
     ends: tuple[bool, bool] = field(default=(True, True), repr=False)
 

@@ -56,6 +56,7 @@ class Share:
 
 
 BLOCK = 64  # tokens in turn that one rank of a split by context holds
+LANDING = 8  # tokens of a step whose rows wait to be taken to their ranks
 EXCHANGED = 256  # queries of a chunk whose partial results the ranks exchange at a time
 
 

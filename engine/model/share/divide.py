@@ -71,32 +71,11 @@ def share_of(config: ModelConfig, rank: int, ranks: int) -> ModelConfig:
 
 def context_share_of(config: ModelConfig, rank: int, ranks: int) -> ModelConfig:
     """Return the configuration of a rank that holds all weights, and the rows of its own tokens.
-    Raises SettingError where the model's layers keep something else than rows of all tokens.
+    Raises SettingError for too many ranks.
     """
-    why = undealt(config)
-    if why:
-        raise SettingError(
-            f"split_by: found 'context', but {config.family} {why}; use one process or another "
-            "split (docs/PARALLEL.md)"
-        )
     if ranks > MOST_RANKS:
         raise SettingError(f"ranks: found {ranks}, expected at most {MOST_RANKS}")
     return replace(config, context=ContextShare(rank, ranks))
-
-
-def undealt(config: ModelConfig) -> str:
-    """Why the rows of a model's tokens cannot be dealt to ranks; "" where they can."""
-    if config.recurrent is not None:
-        return "has recurrent layers, whose state is of no token"
-    if config.windows and any(config.windows):
-        return "has sliding windows, whose rows are few and lie in rings"
-    if config.latent is not None:
-        return "has latent attention, whose rows are opened as they are read"
-    if config.row_layers and config.row_layers != tuple(range(config.num_layers)):
-        return "has layers that read the rows of others"
-    if config.block.sinks:
-        return "has sinks under its heads, which every rank would count"
-    return ""
 
 
 def whole_of(config: ModelConfig) -> ModelConfig:

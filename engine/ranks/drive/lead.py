@@ -23,14 +23,6 @@ from engine.runner.state import SessionState
 ONE_PROCESS = {
     "adopt": "adopt: rows that others made",
 }
-# and those that read rows by position, or write them, where each rank has its own tokens'
-OWN_TOKENS = {
-    "check": "check: reads the rows of all tokens",
-    "save_session": "save: writes the rows of all tokens",
-    "restore": "restore: reads the rows of all tokens",
-    "filled": "cache: reads the rows of all tokens",
-    "stored": "cache: writes the rows of all tokens",
-}
 
 
 # calls whose progress is rank 0's: ranks agree at their ends (engine/runner/ranks/agreed.py)
@@ -39,7 +31,7 @@ UNGATED = ("save_session", "filled")
 
 class Lead:
     """Leads the ranks of one model. require: raises SettingError for a method that they cannot
-    run. split_by: "heads" or "context".
+    run.
     """
 
     def __init__(
@@ -47,10 +39,8 @@ class Lead:
         ranks: Ranks,
         followers: Followers,
         require: Callable[[Method], None],
-        split_by: str = "heads",
     ) -> None:
         self._ranks, self._followers, self._require = ranks, followers, require
-        self._split_by = split_by
         self._numbers: WeakKeyDictionary[SessionState, int] = WeakKeyDictionary()
         self._count, self._serial, self._inside = 0, 0, False
 
@@ -104,7 +94,7 @@ class Lead:
         with session.loaded.busy():
             bound = inspect.signature(call).bind(session, *given, **named)
             arguments = dict(list(bound.arguments.items())[1:])
-            require_shared(call.__name__, self._split_by)
+            require_shared(call.__name__)
             if call.__name__ == "switch":
                 self._require(arguments["method"])
             if "token_ids" in arguments:
@@ -190,10 +180,8 @@ class Lead:
         return error
 
 
-def require_shared(name: str, split_by: str = "heads") -> None:
+def require_shared(name: str) -> None:
     """Raise SettingError for a call that ranks do not make (docs/PARALLEL.md)."""
-    if split_by == "context" and (what := OWN_TOKENS.get(name, "")):
-        raise SettingError(f"{what}; use split_by='heads' (--split-by heads) or one process")
     if what := ONE_PROCESS.get(name, ""):
         raise SettingError(f"{what}: works on one process; leave --ranks and --numa out")
 

@@ -21,7 +21,7 @@ from engine.load.loaded import Loaded
 from engine.runner.ranks.agreed import agreed
 from engine.saved.container import Reader, Writer, runs
 
-SPLIT = "heads"  # by what ranks have divided a session's rows
+SPLITS = ("heads", "context")  # by what ranks may have divided a session's rows
 NUMBER = re.compile(r"(\d{1,10})-[0-9a-f]{16}")  # of a save: its process, and chance
 VERSION = 1
 
@@ -48,7 +48,7 @@ def save_shares(loaded: Loaded, path: Path, tokens: int, write: Callable[[Path],
         digests = peers.texts(digest)
         with agreed(loaded):
             if peers.rank == 0:
-                _write_manifest(path, number, tokens, digests)
+                _write_manifest(path, number, tokens, digests, split_of(loaded))
     except RankLost:
         raise  # the manifest may be there: the next save removes what it does not name
     except BaseException:
@@ -56,11 +56,16 @@ def save_shares(loaded: Loaded, path: Path, tokens: int, write: Callable[[Path],
         raise
 
 
-def _write_manifest(path: Path, number: str, tokens: int, digests: list[str]) -> None:
+def split_of(loaded: Loaded) -> str:
+    """By what the ranks of a model have divided a session's rows."""
+    return "heads" if loaded.config.context is None else "context"
+
+
+def _write_manifest(path: Path, number: str, tokens: int, digests: list[str], split: str) -> None:
     before = number_of(path)
     facts = {
         "version": VERSION,
-        "split": SPLIT,
+        "split": split,
         "ranks": len(digests),
         "save": number,
         "tokens": tokens,
@@ -121,11 +126,12 @@ def open_share(path: Path, loaded: Loaded) -> Reader:
     reader, peers = Reader(path), loaded.peers
     try:
         found = _saved_by(reader)
-        here = "one process" if peers is None else _ranks(peers.size)
+        here = "one process" if peers is None else _ranks(peers.size, split_of(loaded))
         if found != here:
             remedy = "leave --ranks and --numa out"
             if is_manifest(reader.facts):
-                remedy = f"use --ranks {reader.facts['ranks']}"
+                facts = _facts(reader)
+                remedy = f"use --ranks {facts['ranks']} --split-by {facts['split']}"
             raise SavedFileError(
                 f"{path}: saved by {found}, found {here}; {remedy}, or read the text again"
             )
@@ -146,7 +152,8 @@ def open_share(path: Path, loaded: Loaded) -> Reader:
 def _saved_by(reader: Reader) -> str:
     facts = reader.facts
     if is_manifest(facts):
-        return _ranks(_facts(reader)["ranks"])
+        found = _facts(reader)
+        return _ranks(found["ranks"], found["split"])
     if isinstance(facts, dict) and "share" in facts:
         raise SavedFileError(
             f"{reader.path}: found one rank's part of a session, expected the file beside it "
@@ -155,8 +162,8 @@ def _saved_by(reader: Reader) -> str:
     return "one process"
 
 
-def _ranks(count: int) -> str:
-    return f"{count} ranks by {SPLIT}"
+def _ranks(count: int, split: str) -> str:
+    return f"{count} ranks by {split}"
 
 
 def _facts(reader: Reader) -> dict[str, Any]:
@@ -165,7 +172,7 @@ def _facts(reader: Reader) -> dict[str, Any]:
     number, count, digests = (facts.get(name) for name in ("save", "ranks", "digests"))
     whole = (
         facts.get("version") == VERSION
-        and facts["split"] == SPLIT
+        and facts["split"] in SPLITS
         and type(count) is int
         and 2 <= count <= 1024
         and isinstance(number, str)

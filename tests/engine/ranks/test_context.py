@@ -1,27 +1,20 @@
 """A model split by context gives one process's logits and selections, whatever block a session ends
-in, and each rank holds and sends what the plan and docs/PARALLEL.md say. Ranks are threads here,
-but for the last tests.
+in, and each rank holds and sends what the plan and docs/PARALLEL.md say. Ranks are threads here.
 """
 
-import json
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 
-from engine import LLM, Exact, Full, OmniKV, RankedLLM, SamplingParams, SnapKV
+from engine import LLM, Exact, Full, OmniKV, OracleTopK, Quest, SamplingParams, SnapKV
 from engine.base.errors import SettingError, UsageError
-from engine.chat.flags import parser, require_sense
+from engine.chat.flags import parser
 from engine.cli.ranked import planned_llm
-from engine.methods.mass_meter import Watch
 from engine.methods.split import context_attention, context_runtime
 from engine.methods.split.context_attention import candidates, winners
-from engine.model.config.share import BLOCK, EXCHANGED, ContextShare
-from engine.ranks.placement import placements
-from engine.saved.cache import unfit
-from engine.serve.flags import parser as server_parser
-from engine.serve.flags import require_sense as require_server_sense
+from engine.model.config.share import BLOCK, EXCHANGED, LANDING, ContextShare
 from kernels.select.topk import select_topk, select_topk_ref
 from tests.builders import POCKET
 from tests.engine.ranks.model import SETTINGS, ids_of, model_folder
@@ -153,7 +146,7 @@ def test_lists_of_ranks_hold_what_one_process_chooses(backend):
 def test_parts_that_weigh_alike_are_not_attention(one, many, monkeypatch):
     """The control: without the log-sum-exps as weights the answers are others."""
 
-    def mean(part, gathered, dtype):
+    def mean(part, gathered, dtype, softmax):
         parts = gathered(torch.cat([part[0].float(), part[1].unsqueeze(-1)], -1))
         return parts[..., :-1].mean(0).to(dtype), parts[..., -1].logsumexp(0)
 
@@ -260,19 +253,19 @@ def test_each_rank_holds_and_sends_what_is_planned(one, many):
     whole_machine = one.planner.plan(ram_budget=10**9)
     assert plan.free == whole_machine.free // size
     assert plan.free_name == f"1/{size} of {whole_machine.free_name}"
-    landing = 2 * config.kv_bytes(4) * size
+    landing = 2 * LANDING * config.kv_bytes(4) * size
     assert held - landing == one.plan().bytes_of("context bank")
 
 
 REFUSED = [
-    (dict(method=SnapKV(tokens=64)), "snapkv with 2 ranks split by context, but it has not been"),
-    (dict(method=Exact(SPARSE)), "with 2 ranks split by context, but it has not been built"),
+    (dict(method=SnapKV(tokens=64)), "snapkv with 2 ranks split by context, but it evicts"),
+    (dict(method=Quest(tokens=64)), "quest with 2 ranks split by context, but it has not been"),
+    (dict(method=OracleTopK(tokens=9, granularity="kv_head")), "use granularity='layer'"),
+    (dict(method=Exact(replace(SPARSE, selector="uniform"))), "use selector='last'"),
     (dict(method=replace(SPARSE, selector="uniform")), "use selector='last'"),
     (dict(method=replace(SPARSE, prefill_ratio=8)), "chooses for prompts by rows of all"),
     (dict(method=replace(SPARSE, residual="sample")), "leave residual out"),
     (dict(method=OmniKV(filter_layers=(1, 4), official=True)), "leave official out"),
-    (dict(offload="host"), "offload: found 'host' with split_by='context'"),
-    (dict(bank="int8"), "bank: found 'int8' with split_by='context'"),
     (dict(selection="per_rank"), "selection: found 'per_rank' with split_by='context'"),
     (dict(split_by="tokens"), "split_by: found 'tokens', expected one of heads, context"),
     (dict(forever=True, max_context=None, method=None), "forever"),
@@ -286,42 +279,17 @@ def test_what_does_not_run_is_refused_in_a_line(folder, settings, said):
     assert "\n" not in str(error.value)
 
 
-def test_calls_that_read_all_rows_are_refused(many):
-    llm = many.llms[0]
-    with pytest.raises(SettingError, match="batch: found split_by='context'"):
-        llm.batch()
-    with llm.session() as session:
-        with pytest.raises(SettingError, match="watch: found a model split by context"):
-            session.watch_with(Watch(every=2))
-        with pytest.raises(SettingError, match="offload: found 'host'"):
-            llm.session(offload="host")
-        with pytest.raises(SettingError, match="of which none has the rows"):
-            session.bank.kv(0)
-    assert "rows of their own tokens" in unfit(llm.planner)
+def test_rows_by_position_are_refused(many):
+    with many.llms[0].session() as session:
+        for read in (lambda: session.bank.kv(0), lambda: session.bank.newest_rows(0, 0, 1)):
+            with pytest.raises(SettingError, match="of which none has the rows"):
+                read()
 
 
-def test_families_whose_rows_are_no_token_s_are_refused(tmp_path):
-    changes = dict(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=32)
-    folder = model_folder(tmp_path, **changes)
-    assert "sliding_window" in json.loads((folder / "config.json").read_text())
-    with pytest.raises(SettingError, match="split_by: found 'context', but .* sliding windows"):
-        Together(folder, 2, split_by="context", method=Full(), **SETTINGS)
-
-
-@pytest.mark.parametrize("flag", [["--session", "a"], ["--watch", "3"], ["--exact"]])
-def test_flags_that_read_all_rows_are_said_in_a_line(flag):
-    args = parser().parse_args(["--ranks", "2", "--split-by", "context", *flag])
-    with pytest.raises(UsageError, match=f"{flag[0]}: reads the rows of all tokens"):
-        require_sense(args)
-
-
-def test_a_split_needs_processes_and_a_server_other_ones():
+def test_a_split_needs_processes():
     args = parser().parse_args(["--split-by", "context"])
     with pytest.raises(UsageError, match="--split-by: found context and one process"):
         planned_llm("pocket", args, {})
-    args = server_parser().parse_args(["--ranks", "2", "--split-by", "context"])
-    with pytest.raises(UsageError, match="--split-by: found context, whose steps are of one"):
-        require_server_sense(args)
 
 
 SHIPPED = dict(max_context=1024, chunk=64, dtype="float32", device="cpu", threads=1)
@@ -344,22 +312,3 @@ def test_three_ranks_write_the_shipped_model_s_text():
     want = written(LLM(POCKET, **given))
     three = Together(POCKET, 3, split_by="context", **given)
     assert three.each(written) == [want] * 3
-
-
-def test_processes_write_the_shipped_model_s_text(tmp_path):
-    llm = RankedLLM(POCKET, 2, split_by="context", timeout=300, **SHIPPED)
-    try:
-        assert written(llm) == written(LLM(POCKET, **SHIPPED))
-        assert [one.tokens for one in placements(llm)] == [512, 512]
-        with llm.session() as session:
-            session.prefill([1, 2, 3])
-            with pytest.raises(SettingError, match="save: writes the rows of all tokens; use"):
-                session.save(tmp_path / "a")
-            with pytest.raises(SettingError, match="check: reads the rows of all tokens"):
-                session.check(1)
-            session.decode(5)
-        with pytest.raises(SettingError, match="restore: reads the rows of all tokens"):
-            llm.restore(tmp_path / "a")
-        assert not list(tmp_path.iterdir())
-    finally:
-        llm.close()

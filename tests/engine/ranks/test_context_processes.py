@@ -1,0 +1,149 @@
+"""Real processes that hold the shipped model split by context: one driver for all of them, files of
+each rank's rows, joint steps, and a server.
+"""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+import torch
+
+from engine import LLM, AsyncLLM, Exact, Full, OmniKV, RankedLLM, SamplingParams
+from engine.base.errors import SavedFileError
+from engine.ranks.placement import placements
+from engine.saved.cache import BlockCache
+from tests.builders import POCKET, ROOT
+
+METHOD = OmniKV(tokens=64, dense_below=0)
+SETTINGS = dict(max_context=1024, chunk=64, dtype="float32", device="cpu", threads=1, method=METHOD)
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def one():
+    """One process."""
+    return LLM(POCKET, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Two processes."""
+    llm = RankedLLM(POCKET, 2, split_by="context", timeout=300, **SETTINGS)
+    yield llm
+    llm.close()
+
+
+def ids_of(count):
+    """Token ids of the shipped model."""
+    return torch.randint(5, 5000, (count,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.mark.parametrize("offload", ["device", "host"])
+@pytest.mark.parametrize("method", [METHOD, Exact(METHOD, draft=4)], ids=lambda m: m.name)
+def test_processes_write_one_process_s_text(one, pair, method, offload):
+    found = []
+    for llm in (one, pair):
+        with llm.session(method=method, offload=offload) as session:
+            found.append([piece.token_id for piece in session.generate(ids_of(331), GREEDY)])
+            assert method is not METHOD or session.stats.sparse_steps >= 11
+            if method is METHOD:
+                found.append([step.sparse_token for step in session.check(3).steps])
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+    assert [rank.tokens for rank in placements(pair)] == [512, 512]
+
+
+def names(folder):
+    return sorted(re.sub(r"\d+-[0-9a-f]{16}", "N", path.name) for path in folder.iterdir())
+
+
+def test_a_saved_session_goes_on_to_the_bit(one, pair, tmp_path):
+    path = tmp_path / "a"
+    for method in (METHOD, Full()):
+        for length in (1, 64, 255, 450):
+            with pair.session(method=method) as session:
+                session.prefill(ids_of(length))
+                session.decode(5)
+                session.save(path, {"made": length})
+                want = session.decode(9)
+                other, extra = pair.restore(path)
+                with other:
+                    assert (other.ids, extra) == (session.ids[:-1], {"made": length})
+                    assert torch.equal(other.decode(9), want)
+                session.truncate(length // 2 + 1)
+                want = session.decode(8)
+                with pair.restore(path, tokens=length // 2 + 1, offload="host")[0] as other:
+                    assert torch.allclose(other.decode(8), want, atol=1e-5)
+            assert names(tmp_path) == ["a", "a.N.rank0", "a.N.rank1"]
+    with pytest.raises(SavedFileError, match="by 2 ranks by context, .* 2 --split-by context, or"):
+        one.restore(path)
+
+
+def test_blocks_of_ranks_are_their_own_rows(pair, tmp_path):
+    prompt, cache = ids_of(1000)[:700], BlockCache(tmp_path)
+    with pair.session() as session:
+        session.prefill(prompt)
+        want = session.decode(9)
+        assert cache.store(session) == 2 and cache.store(session) == 0
+    with pair.session() as session:
+        session.prefill(prompt[:50])
+        assert cache.fill(session, prompt) == 512
+        session.prefill(prompt[512:])
+        assert torch.allclose(session.decode(9), want, atol=1e-5)
+    assert len(list(tmp_path.glob("*/*"))) == 4
+
+
+def test_sessions_take_their_steps_together(one, pair):
+    """Fed by hand: another set of sessions at every step."""
+    found = []
+    for llm in (one, pair):
+        logits = []
+        with llm.batch(slots=2) as batch:
+            first = batch.session()
+            first.prefill(ids_of(150))
+            second = batch.session(method=Full(), offload="host")
+            second.prefill(ids_of(70))
+            for token in (5, 6, 7):
+                for session in (first, second)[: 1 + (token != 6)]:
+                    batch.feed(session, token)
+                logits += batch.step().values()
+        found.append(torch.stack(logits))
+    assert len(found[0]) == 5 and float((found[0] - found[1]).abs().max()) < 1e-4
+
+
+def test_many_callers_share_the_steps_of_ranks(one, pair):
+    prompts = [ids_of(200) + [20 + n] * 9 for n in range(3)]
+    params = [SamplingParams(max_tokens=6 + n, ignore_eos=True, seed=n) for n in range(3)]
+
+    async def asked(llm):
+        async with AsyncLLM(llm, slots=2) as many:
+            answers = [many.generate(ids, each) for ids, each in zip(prompts, params)]
+            return [await answer for answer in answers]
+
+    want, found = (asyncio.run(asked(llm)) for llm in (one, pair))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in want]
+
+
+def test_a_server_answers_over_ranks():
+    command = [sys.executable, "-m", "engine.serve", "--ranks", "2", "--split-by", "context"]
+    server = subprocess.Popen(
+        [*command, "--port", "0"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        lines = iter(server.stderr.readline, "")
+        address = next(re.search(r"http://\S+/v1", line) for line in lines if "is ready" in line)
+        asked = dict(model="pocket", prompt="a b c d", max_tokens=3, echo=True, logprobs=1)
+        request = urllib.request.Request(
+            f"{address[0]}/completions",
+            json.dumps(asked).encode(),
+            {"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            (choice,) = json.load(answer)["choices"]
+        assert len(choice["logprobs"]["token_logprobs"]) >= 5
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)
