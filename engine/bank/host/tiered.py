@@ -223,6 +223,10 @@ class TieredBank(Bank):
         self._ring_stop = 0
         self._writer.write_chunk(layer, k[0], v[0], start, backend)
 
+    def reserve(self, n: int) -> None:
+        """Make room in host memory for n tokens. Raises OutOfHostMemory, nothing changed."""
+        self._writer.reserve(min(self.host_length, n), n)
+
     def write_back(self, stop: int) -> None:
         """Write positions host_length .. stop-1 back to the host from the rings."""
         self._writer.write_ring(stop)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import NoReturn
 
@@ -18,7 +18,7 @@ from engine.bank.device import DeviceBank
 from engine.bank.host.tiered import TieredBank
 from engine.bank.pool.host_pool import HostPool
 from engine.bank.window_ring import DEFAULT_CHUNK, WindowRing
-from engine.base.errors import SettingError
+from engine.base.errors import OutOfHostMemory, SettingError
 from engine.model.config.config import ModelConfig
 from engine.model.config.share import LANDING
 from engine.plan.layers import LayerPlan
@@ -31,8 +31,9 @@ class ContextBank(Bank):
     and a bank drops those of others: of a chunk at once, of a step in `landed`.
 
     own: the bank of this rank's rows, numbered from 0 on, with the layers of `placement` in the
-    host memory of `pool`. Callers pass positions. No call shows rows by position: most are
-    elsewhere. One sequence, and steps of up to LANDING tokens.
+    host memory of `pool`. least: gives the least of all ranks' numbers. Callers pass positions. No
+    call shows rows by position: most are elsewhere. One sequence, and steps of up to LANDING
+    tokens.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class ContextBank(Bank):
         placement: Placement | None = None,
         pool: HostPool | None = None,
         backend: str = "auto",
+        least: Callable[[int], int] = int,
     ) -> None:
         super().__init__(config, capacity, dtype, device)
         assert config.context is not None, "a model that is not split by context"
-        self.share, self._config = config.context, config
+        self.share, self._config, self._least = config.context, config, least
         given = config, plan, self.share.rows(self.capacity), dtype, device
         self.own: DeviceBank | TieredBank
         if placement is None:
@@ -151,10 +153,26 @@ class ContextBank(Bank):
         if self.window_ring(layer) is not None:
             self._whole.write_chunk(layer, k, v, start, backend)
             return
+        if layer == self.keeping[0]:
+            self._make_room(start + k.shape[1])
         held = self.share.held(torch.arange(start, start + k.shape[1], device=k.device))
         if bool(held.any()):
             row = self.share.count(start)
             self.own.write_chunk(layer, k[:, held], v[:, held], row, backend)
+
+    def _make_room(self, n: int) -> None:
+        """Make room in host memory for n tokens, on all ranks or on none: where one has none left,
+        all raise OutOfHostMemory.
+        """
+        if not isinstance(self.own, TieredBank):
+            return
+        failed: OutOfHostMemory | None = None
+        try:
+            self.own.reserve(self.share.count(n))
+        except OutOfHostMemory as error:
+            failed = error
+        if not self._least(failed is None):
+            raise failed or OutOfHostMemory("another rank's host memory is full")
 
     def keep_newest(self, layer: int, start: int, stop: int) -> None:
         first, last = self.share.count(start), self.share.count(stop)
@@ -225,6 +243,7 @@ class ContextBank(Bank):
         return self.own.preparing(self.share.count(n))
 
     def before_step(self, n: int) -> None:
+        self._make_room(n)
         self.own.before_step(self.share.count(n))
         self._whole.before_step(n)
 

@@ -12,7 +12,12 @@ import torch
 from engine.bank.base import Bank, Opened, SparseRows, Step
 from engine.bank.split.context_bank import ContextBank
 from engine.methods.base import Method, Runtime, Setup, device_int
-from engine.methods.controls.controls import NewestRuntime, RandomRuntime, UnscoredRuntime
+from engine.methods.controls.controls import (
+    NewestRuntime,
+    OmniKVRandom,
+    RandomRuntime,
+    UnscoredRuntime,
+)
 from engine.methods.omnikv.runtime import OmniKVRuntime
 from engine.methods.omnikv.settings import Settings
 from engine.methods.split.context_attention import (
@@ -242,6 +247,8 @@ class ContextNewest(ContextUnscored, NewestRuntime):
 
 class ContextRandom(ContextUnscored, RandomRuntime):
     """Every rank draws the same tokens."""
+
+    method: OmniKVRandom
 
 
 def own_bank(bank: Bank) -> Bank:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine import LLM, Exact, Full, OmniKV, OracleTopK, RandomTopK, SamplingParams
+from engine.base.errors import OutOfHostMemory
 from engine.methods.controls.ablations import OmniKVPerLayer, OmniKVUnpacked
 from engine.methods.controls.controls import OmniKVNewest, OmniKVOne, OmniKVRandom
 from engine.methods.mass_meter import Watch
@@ -32,8 +33,8 @@ def walked(llm, method, offload):
     over its rows; bytes on the device and in host memory.
     """
     with llm.session(method=method, offload=offload) as session:
-        found = [session.prefill(ids_of(150), more=True), session.prefill(ids_of(151, seed=3))]
-        found += [session.decode(token) for token in ids_of(70, seed=9)]
+        found = [session.prefill(ids_of(90), more=True), session.prefill(ids_of(91, seed=3))]
+        found += [session.decode(token) for token in ids_of(14, seed=9)]
         chosen = {layer: rows.clone() for layer, rows in session.selections.items()}
         stats, host = session.stats, session.bank.host_nbytes
         session.truncate(129)
@@ -47,27 +48,55 @@ def walked(llm, method, offload):
         return torch.stack(found), chosen, (stats, host)
 
 
-@pytest.mark.parametrize("bank", ["model", "int8", "int4", "fp8"])
-@pytest.mark.parametrize("ranks", [2, 3])
+KINDS = [("model", 3), ("int8", 2)]
+
+
+@pytest.mark.parametrize("bank, ranks", KINDS)
 def test_ranks_hold_their_rows_in_both_tiers_and_every_form(folder, bank, ranks):
+    """A value of a packed row may round to its neighbour in the ranks' bank, as it may in one
+    process's on other launchers.
+    """
     settings = dict(SETTINGS, bank=bank, method=SPARSE)
     one, many = LLM(folder, **settings), Together(folder, ranks, split_by="context", **settings)
+    packed = bank != "model"
+    backends = ("cpu", "reference") if packed else ()
+    others = [LLM(folder, backend=backend, **settings) for backend in backends]
     for method, offload in ((SPARSE, "device"), (SPARSE, "host"), (Full(), "host")):
         want, chosen, (_, host) = walked(one, method, offload)
-        held = 0
+        close, held = CLOSE, 0
+        for other in others:
+            close = max(close, 3 * apart(walked(other, method, offload)[0], want))
         for llm, (found, theirs, (stats, mine)) in zip(
             many.llms, many.each(walked, method, offload), strict=True
         ):
-            assert float((found - want).abs().max()) < CLOSE
+            assert apart(found, want) < close < 0.5
             assert theirs.keys() == chosen.keys()
-            assert all(torch.equal(theirs[layer], chosen[layer]) for layer in chosen)
+            same = (torch.equal(theirs[layer], chosen[layer]) for layer in chosen)
+            assert packed or all(same)
             plan = llm.plan(method, offload=offload)
-            names = "context bank", "working sets", "streaming"
-            assert stats.bank_bytes == sum(plan.bytes_of(n) for n in names if n in plan_names(plan))
+            parts = "context bank", "working sets", "streaming"
+            assert stats.bank_bytes == sum(plan_bytes(plan, name) for name in parts)
             assert (offload == "host") == (mine > 0) and mine <= plan_bytes(plan, "host tier")
             held += mine
         # whole blocks of 64 rows: those of one process, as blocks go round whole
         assert held == host
+
+
+def apart(found, want):
+    """The greatest difference."""
+    return float((found - want).abs().max())
+
+
+@pytest.mark.parametrize("bank", ["int8", "int4", "fp8"])
+def test_packed_rows_of_ranks_are_one_process_s(tmp_path, bank):
+    """Rows of the first layer depend on no attention, so that a model of one has the same bits."""
+    folder = model_folder(tmp_path, num_hidden_layers=1, **SIZES)
+    settings = dict(SETTINGS, bank=bank, method=Full())
+    one, many = LLM(folder, **settings), Together(folder, 2, split_by="context", **settings)
+    for offload in ("device", "host"):
+        want, _, _ = walked(one, Full(), offload)
+        for found, _, _ in many.each(walked, Full(), offload):
+            assert apart(found, want) < CLOSE
 
 
 def plan_names(plan):
@@ -84,7 +113,7 @@ def test_a_rank_fetches_its_part_of_a_selection(folder):
 
     def run(llm):
         with llm.session() as session:
-            session.prefill(ids_of(200))
+            session.prefill(ids_of(420))
             before = session.stats
             for token in ids_of(9, seed=9):
                 session.decode(token)
@@ -97,6 +126,32 @@ def test_a_rank_fetches_its_part_of_a_selection(folder):
     whole, _ = run(LLM(folder, **settings))
     assert sum(fetched for fetched, _ in each) == whole > 0
     assert all(0 < fetched < whole and moved > 0 for fetched, moved in each)
+
+
+def test_host_memory_that_ends_on_one_rank_ends_a_call_on_all(folder):
+    settings = dict(SETTINGS, method=SPARSE, offload="host")
+    many = Together(folder, 2, split_by="context", **settings)
+
+    def refused(*wanted):
+        raise OutOfHostMemory("nothing is left")
+
+    def run(llm):
+        with llm.session() as session, llm.session() as other:
+            session.prefill(ids_of(2 * BLOCK))
+            pool, errors = llm.loaded.host_pool, []
+            if llm.place[0]:
+                pool.take = refused
+            for work in (lambda: other.prefill(ids_of(3 * BLOCK)), lambda: session.decode(5)):
+                try:
+                    work()
+                except OutOfHostMemory as error:
+                    errors.append(str(error))
+            vars(pool).pop("take", None)
+            return errors, session.decode(6)
+
+    (first, logits), (second, others) = many.each(run)
+    assert (first, second) == (["another rank's host memory is full"], ["nothing is left"])
+    assert torch.equal(logits, others)
 
 
 METHODS = [
@@ -112,7 +167,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize("length", [1, BLOCK, BLOCK + 1, 203])
+@pytest.mark.parametrize("length", [1, BLOCK + 1, 203])
 def test_other_choices_are_one_process_s(both, length):
     one, many = both
     for method in METHODS:
@@ -130,15 +185,14 @@ def both(folder):
 
 def test_choices_over_host_memory(both):
     one, many = both
-    for method in (METHODS[1], METHODS[2], METHODS[7]):
+    for method in (METHODS[2], METHODS[7]):
         want, chosen, _ = walked(one, method, "host")
         for found, theirs, _ in many.each(walked, method, "host"):
             assert float((found - want).abs().max()) < CLOSE
             assert all(torch.equal(theirs[layer], chosen[layer]) for layer in chosen)
 
 
-@pytest.mark.parametrize("offload", ["device", "host"])
-@pytest.mark.parametrize("draft", ["auto", 7])
+@pytest.mark.parametrize("draft, offload", [("auto", "device"), (7, "host")])
 def test_exact_mode_writes_full_attention_s_text(both, draft, offload):
     method = Exact(SPARSE, draft=draft)
 
@@ -196,7 +250,7 @@ def test_what_is_no_token_s_lies_whole_on_every_rank(tmp_path, name):
     settings = dict(SETTINGS, max_context=400, method=Full())
     one = LLM(tmp_path / "m", **settings)
     seeing = one.config.seeing_layers
-    sparse = OmniKV(filter_layers=seeing[:1], tokens=20, tail=64, dense_below=0)
+    sparse = OmniKV(filter_layers=seeing[:1] or (0,), tokens=20, tail=64, dense_below=0)
     many = Together(tmp_path / "m", 3, split_by="context", **settings)
 
     def run(llm, method):

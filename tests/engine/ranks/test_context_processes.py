@@ -3,20 +3,18 @@ each rank's rows, joint steps, and a server.
 """
 
 import asyncio
-import json
 import re
-import subprocess
-import sys
-import urllib.request
 
 import pytest
 import torch
 
 from engine import LLM, AsyncLLM, Exact, Full, OmniKV, RankedLLM, SamplingParams
 from engine.base.errors import SavedFileError
+from engine.cli.ranked import planned_llm
 from engine.ranks.placement import placements
 from engine.saved.cache import BlockCache
-from tests.builders import POCKET, ROOT
+from engine.serve.flags import parser, require_sense
+from tests.builders import POCKET
 
 METHOD = OmniKV(tokens=64, dense_below=0)
 SETTINGS = dict(max_context=1024, chunk=64, dtype="float32", device="cpu", threads=1, method=METHOD)
@@ -62,8 +60,8 @@ def names(folder):
 
 def test_a_saved_session_goes_on_to_the_bit(one, pair, tmp_path):
     path = tmp_path / "a"
-    for method in (METHOD, Full()):
-        for length in (1, 64, 255, 450):
+    for method, lengths in ((METHOD, (1, 255, 450)), (Full(), (64,))):
+        for length in lengths:
             with pair.session(method=method) as session:
                 session.prefill(ids_of(length))
                 session.decode(5)
@@ -127,23 +125,8 @@ def test_many_callers_share_the_steps_of_ranks(one, pair):
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in want]
 
 
-def test_a_server_answers_over_ranks():
-    command = [sys.executable, "-m", "engine.serve", "--ranks", "2", "--split-by", "context"]
-    server = subprocess.Popen(
-        [*command, "--port", "0"], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        lines = iter(server.stderr.readline, "")
-        address = next(re.search(r"http://\S+/v1", line) for line in lines if "is ready" in line)
-        asked = dict(model="pocket", prompt="a b c d", max_tokens=3, echo=True, logprobs=1)
-        request = urllib.request.Request(
-            f"{address[0]}/completions",
-            json.dumps(asked).encode(),
-            {"content-type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as answer:
-            (choice,) = json.load(answer)["choices"]
-        assert len(choice["logprobs"]["token_logprobs"]) >= 5
-    finally:
-        server.terminate()
-        server.communicate(timeout=60)
+def test_a_server_takes_the_split():
+    """That one answers over ranks is tests/engine/ranks/test_processes.py's."""
+    args = parser().parse_args(["--ranks", "2", "--split-by", "context"])
+    require_sense(args)
+    assert planned_llm(str(POCKET), args, dict(max_context=256)).split_by == "context"
