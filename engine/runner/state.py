@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ from engine.plan.layers import LayerPlan, Role, mem_from_budget
 from engine.plan.needs import STORES, Needs
 from engine.plan.placement import Placement
 from engine.runner.history import History, Savepoint
-from engine.runner.ranks.agreed import least
 from engine.runner.step_runner import StepRunner
 from engine.sampling.sampler import Sampler
 
@@ -254,7 +252,7 @@ class SessionState:
         given = config, plan, self.capacity, dtype, device
         if config.context is not None:
             pool = None if placement is None else loaded.host_pool
-            room = planner.chunk, placement, pool, planner.backend, partial(least, loaded)
+            room = planner.chunk, placement, pool, planner.backend, loaded.peers.said
             return ContextBank(*given, *room)
         if needs.near is not None:
             return NearBank(*given, needs.near, chunk=planner.chunk)

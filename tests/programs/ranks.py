@@ -148,8 +148,7 @@ def processes(
             wrong = "" if worst <= LIMIT and tokens == others else " DIFFERS"
             equal = sum(a == b for a, b in zip(tokens, others))
             yield name, f"{worst:.1e}, {equal} of {steps} tokens, selections equal: {same}{wrong}"
-    if split_by == "heads":
-        yield "exact", exactly(one, many, sparse, ids, steps)
+    yield "exact", exactly(one, many, sparse, ids, steps)
     many.close()
 
 

@@ -31,9 +31,8 @@ class ContextBank(Bank):
     and a bank drops those of others: of a chunk at once, of a step in `landed`.
 
     own: the bank of this rank's rows, numbered from 0 on, with the layers of `placement` in the
-    host memory of `pool`. least: gives the least of all ranks' numbers. Callers pass positions. No
-    call shows rows by position: most are elsewhere. One sequence, and steps of up to LANDING
-    tokens.
+    host memory of `pool`. said: gives a number of every rank. Callers pass positions. No call shows
+    rows by position: most are elsewhere. One sequence, and steps of up to LANDING tokens.
     """
 
     def __init__(
@@ -47,11 +46,11 @@ class ContextBank(Bank):
         placement: Placement | None = None,
         pool: HostPool | None = None,
         backend: str = "auto",
-        least: Callable[[int], int] = int,
+        said: Callable[[int], Sequence[Sequence[int]]] = lambda number: [[number]],
     ) -> None:
         super().__init__(config, capacity, dtype, device)
         assert config.context is not None, "a model that is not split by context"
-        self.share, self._config, self._least = config.context, config, least
+        self.share, self._config, self._said = config.context, config, said
         given = config, plan, self.share.rows(self.capacity), dtype, device
         self.own: DeviceBank | TieredBank
         if placement is None:
@@ -171,7 +170,7 @@ class ContextBank(Bank):
             self.own.reserve(self.share.count(n))
         except OutOfHostMemory as error:
             failed = error
-        if not self._least(failed is None):
+        if not all(well for (well,) in self._said(failed is None)):
             raise failed or OutOfHostMemory("another rank's host memory is full")
 
     def keep_newest(self, layer: int, start: int, stop: int) -> None:

@@ -13,7 +13,7 @@ go to the lowest position, as candidates are ranked in the order of positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -238,6 +238,51 @@ def own_logits(
         for _, _, block in logit_blocks(q, k[0], scale, softmax=softmax):
             found.append(block.reshape(q.shape[1], -1).clone())
     return torch.cat(found, 1)
+
+
+def score_by_window(
+    q: torch.Tensor,
+    blocks: Callable[[], Iterable[torch.Tensor]],
+    seen: torch.Tensor,
+    alpha: torch.Tensor,
+    gathered: Gathered,
+    scale: float,
+    softmax: Softmax,
+    kind: str,
+    scores: torch.Tensor,
+) -> None:
+    """Set scores [n] of a rank's rows as kernels.select.window_scores.window_scores does those of
+    all: by the newest queries q [W, H, D], each rotated to its position. blocks: gives K as in
+    `own_logits`, and is asked twice; seen int64 [W]: how many of the rank's rows each query sees.
+    """
+    lse = None
+    if kind == "softmax":
+        parts = [torch.full(q.shape[:2], float("-inf"))]
+        parts += [part.logsumexp(-1) for _, part in _seen_logits(q, blocks(), seen, scale, softmax)]
+        lse = gathered(torch.stack(parts).logsumexp(0)).logsumexp(0)
+        lse = lse if softmax.sinks is None else torch.logaddexp(lse, softmax.sinks)
+    for first, part in _seen_logits(q, blocks(), seen, scale, softmax):
+        most = (part if lse is None else (part - lse.unsqueeze(-1)).exp()).amax(1)
+        # a row that a query cannot see adds nothing to the sum
+        most = most.masked_fill(torch.isinf(most), 0.0) if lse is None else most
+        scores[first : first + most.shape[1]] = (alpha.view(-1, 1) * most).sum(0)
+
+
+def _seen_logits(
+    q: torch.Tensor,
+    blocks: Iterable[torch.Tensor],
+    seen: torch.Tensor,
+    scale: float,
+    softmax: Softmax,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, logits [W, H, n], -inf of rows that a query does not see) of each block."""
+    at = 0
+    for k in blocks:
+        for start, stop, block in logit_blocks(q, k[0], scale, softmax=softmax):
+            logits = block.transpose(0, 1).reshape(*q.shape[:2], stop - start)
+            rows = torch.arange(at + start, at + stop)
+            yield at + start, logits.masked_fill(rows >= seen.view(-1, 1, 1), float("-inf"))
+        at += k.shape[2]
 
 
 def kept_mass(

@@ -5,6 +5,7 @@ tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from engine.methods.split.context_attention import (
     own_logits,
     prompt_attention,
     score,
+    score_by_window,
     sparse_part,
     winners,
 )
@@ -161,11 +163,30 @@ class ContextOmniKV(Everything, OmniKVRuntime):
         return super().attend_kept(layer, q, step, tail_start)
 
     def attend_and_select(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
-        out = self.attend_dense(layer, q, step, self.scores, self.method.kind)
+        if self.window:
+            out = self.attend_dense(layer, q, step)
+            self._score_by_window(layer, step)
+        else:
+            out = self.attend_dense(layer, q, step, self.scores, self.method.kind)
+        self._choose_own(layer, step)
+        return out
+
+    def _score_by_window(self, layer: int, step: Step) -> None:
+        """Score this rank's rows by the newest queries, of which there are as many as tokens."""
+        n, share = step.lengths[0], self.share
+        live = min(self.window, n)
+        queries = step.window_queries(layer, self.window)[0, -live:]
+        seen = torch.tensor([share.count(stop) for stop in range(n - live + 1, n + 1)])
+        keys = partial(self.own_keys, layer, step)
+        given = seen, self.alpha[-live:], self.gathered, self.scale, self.softmax[layer]
+        scores = self.scores[0, : share.count(n)]
+        score_by_window(queries, keys, *given, self.method.kind, scores)
+
+    def _choose_own(self, layer: int, step: Step) -> None:
+        """Choose for the layer's group by the scores that there are now."""
         if self.method.sink:
             self.scores[:, : self.share.count(self.method.sink)] = float("inf")
         self.choose(self._group(layer), self.scores, step)
-        return out
 
     def choose(self, group: int, scores: torch.Tensor, step: Step, counted: bool = False) -> None:
         """Select the group's tokens among all ranks' candidates, and note this rank's of them."""
@@ -216,14 +237,16 @@ class ContextPerLayer(ContextOmniKV):
 
     def attend_sparse(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         held, softmax, lse = self.share.count(step.lengths[0]), self.softmax[layer], None
+        if self.window:
+            self._score_by_window(layer, step)
+            self._choose_own(layer, step)
+            return super().attend_sparse(layer, q, step)
         logits = own_logits(q[0, -1:], self.own_keys(layer, step), self.scale, softmax)
         if self.method.kind == "softmax":
             lse = self.gathered(logits.logsumexp(1)).logsumexp(0)
             lse = lse if softmax.sinks is None else torch.logaddexp(lse, softmax.sinks)
         score(logits, lse, self.scores[0, :held], native=False)
-        if self.method.sink:
-            self.scores[:, : self.share.count(self.method.sink)] = float("inf")
-        self.choose(self._group(layer), self.scores, step)
+        self._choose_own(layer, step)
         return super().attend_sparse(layer, q, step)
 
 

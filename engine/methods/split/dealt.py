@@ -44,8 +44,6 @@ def why_not_dealt(method: Method) -> str:
         return ""
     if method.official:
         return "follows the published code, which knows one bank; leave official out"
-    if method.selector != "last":
-        return "scores by several queries, which are ranked by one; use selector='last'"
     if method.prefill_ratio is not None or method.dense_layers != "dense":
         return "chooses for prompts by rows of all; leave prefill_ratio and dense_layers out"
     if method.residual != "none":
