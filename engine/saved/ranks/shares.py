@@ -131,7 +131,8 @@ def open_share(path: Path, loaded: Loaded) -> Reader:
             remedy = "leave --ranks and --numa out"
             if is_manifest(reader.facts):
                 facts = _facts(reader)
-                remedy = f"use --ranks {facts['ranks']} --split-by {facts['split']}"
+                remedy, split = f"use --ranks {facts['ranks']}", facts["split"]
+                remedy += "" if split == split_of(loaded) else f" --split-by {split}"
             raise SavedFileError(
                 f"{path}: saved by {found}, found {here}; {remedy}, or read the text again"
             )
