@@ -242,6 +242,7 @@ class ContextBank(Bank):
         return self.own.preparing(self.share.count(n))
 
     def before_step(self, n: int) -> None:
+        self._landed = -1  # of a step that was interrupted
         self._make_room(n)
         self.own.before_step(self.share.count(n))
         self._whole.before_step(n)
@@ -262,6 +263,7 @@ class ContextBank(Bank):
             yield
 
     def rewind(self, n: int, broken: bool = False) -> None:
+        self._landed = -1
         self.own.rewind(self.share.count(n), broken)
         self._whole.rewind(n)
 

@@ -262,12 +262,14 @@ def test_what_is_no_token_s_lies_whole_on_every_rank(tmp_path, name):
             found += [session.decode(token) for token in (8, 7)]
             with session.fork() as other:
                 found.append(other.decode(5))
-            return torch.stack(found), session.stats.bank_bytes
+            text = [piece.token_id for piece in session.generate([3, 4], greedy)]
+            return torch.stack(found), text, session.stats.bank_bytes
 
-    for method in (Full(), *([sparse] if len(seeing) > 1 else [])):
-        want, _ = run(one, method)
-        for llm, (found, held) in zip(many.llms, many.each(run, method), strict=True):
-            assert float((found - want).abs().max()) < CLOSE
+    greedy = SamplingParams(max_tokens=9, ignore_eos=True)
+    for method in (Full(), *([sparse, Exact(sparse, draft=3)] if len(seeing) > 1 else [])):
+        want, text, _ = run(one, method)
+        for llm, (found, theirs, held) in zip(many.llms, many.each(run, method), strict=True):
+            assert float((found - want).abs().max()) < CLOSE and theirs == text
             plan, names = llm.plan(method), ("context bank", "sliding windows", "recurrent state")
             assert held == sum(plan_bytes(plan, name) for name in names)
 
