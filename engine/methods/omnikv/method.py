@@ -120,7 +120,9 @@ class OmniKV(Settings):
         found = 0
         if self.prefill_ratio:
             k = min(self.prefill_ratio * self.prefill_block, capacity)
-            groups = sum(1 for group in self.plan(config).groups if group.layers)
+            groups = len(self.filter_layers or ())  # of a part of the layers: at most
+            if all(config.ends):
+                groups = sum(1 for group in self.plan(config).groups if group.layers)
             # positions, their rows where they are listed, the list
             found += 3 * 4 * groups * -(-chunk // self.prefill_block) * k
         if self.dense_layers == "block_sparse":
