@@ -48,8 +48,22 @@ def walked(llm):
         return torch.stack(found), (runtime.nbytes, stats.store_bytes, stats.rows_read_sparse)
 
 
-@pytest.mark.parametrize("name", EVICT)
+# one of each kind of store; `python -m tests.programs.devices` runs all of EVICT
+KINDS = (
+    "ada_pyramid",
+    "expected_attention",
+    "h2o",
+    "keyformer",
+    "random_eviction",
+    "snapkv",
+    "streaming_llm",
+    "vase",
+)
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_stores_of_parts_are_one_device_s(folder, name):
+    assert name in EVICT
     method = method_of(name)
     (want, counted), (found, mine) = (
         walked(make(folder, method=method)) for make in (one_of, several)

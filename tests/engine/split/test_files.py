@@ -54,7 +54,6 @@ def counted(llm):
         ("gptq, act-order", "auto"),
         ("gptq, act-order", "int8"),
         ("awq", "auto"),
-        ("fp8, channels", "auto"),
         ("nf4, nested", "auto"),
         ("nf4, nested", "float"),
     ],
