@@ -696,7 +696,7 @@ def test_ranks_on_gpus_are_measured_where_there_are_two(monkeypatch):
     assert "tests/cuda/test_ranks.py" in ran[0] and ran[1][2:5] == [
         "tools.speed.ranks", "--gpus", "2",
     ]  # fmt: skip
-    lines = [v.line for v in gpu_verdict.verdicts({"ranks": found}) if "--gpus" in v.goal]
+    lines = [v.line() for v in gpu_verdict.verdicts({"ranks": found}) if "--gpus" in v.goal]
     assert any(line.startswith("PASS") and "1.60x" in line for line in lines)
     lines = [
         v.line for v in gpu_verdict.verdicts({}) if "two GPUs" in v.goal or "one GPU" in v.goal
