@@ -3,10 +3,10 @@ with the store, output projection with the residual, norm with gate, up and SwiG
 residual. And those of a prompt's chunk, whose products are whatever is fastest for so many rows,
 with norms, rotation and SwiGLU between them.
 
-Five calls a layer beside attention, where torch's operators are 60. They round where torch's
-operators round; only the order of sums differs. Of a family's own, some stays with torch's
-operators between these calls: what an MLP has that is no SwiGLU, factors, experts, latent heads,
-layers that read another's rows.
+Five calls a layer beside attention, where torch's operators are 60; latent attention has three
+more. They round where torch's operators round; only the order of sums differs. Of a family's own,
+some stays with torch's operators between these calls: what an MLP has that is no SwiGLU, factors,
+experts, streams.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from engine.bank.base import Step
 from engine.forward.layer import LayerForm, TorchLayer, split_rows
-from engine.model.config.config import ModelConfig
+from engine.model.heads.latent import EPS, LatentHeads
 from engine.model.llama import (
     Layer,
     Llama,
@@ -28,11 +28,13 @@ from engine.model.llama import (
     post_attention,
     pre_attention,
     through_mlp,
+    unit_values,
 )
 from engine.model.recurrent import Mixed
 from engine.model.rope import apply_rope
 from engine.model.share.matrix import Joined
 from kernels.layer.linear import Linear
+from kernels.layer.native_latent import by_head, latent_heads, reads_latent
 from kernels.layer.native_step import (
     normalize_rows,
     rotate_rows,
@@ -53,10 +55,9 @@ def natively(model: Llama) -> bool:
     return model.device.type == "cpu" and alike and usable()
 
 
-def _begins(config: ModelConfig, number: int, layer: Layer) -> bool:
-    """Tell whether norm, q/k/v and rotation of a layer that attends are the C++ kernels'."""
-    own = config.rows_of(number) == number
-    return own and layer.latent is None and not config.block.unit_values
+def _reads(dtype: torch.dtype, latent: LatentHeads | None) -> bool:
+    """Tell whether the C++ kernels read what latent attention has of its own."""
+    return latent is not None and reads_latent(dtype, *latent.tensors)
 
 
 class NativeLayer:
@@ -73,8 +74,7 @@ class NativeLayer:
         self.model, self._eps = self._plain.model, model.config.rms_norm_eps
         config = model.config
         self._sizes = [config.sizes_of(layer)[:3] for layer in range(config.num_layers)]
-        layers = enumerate(model.layers)
-        self._begins = [_begins(config, number, layer) for number, layer in layers]
+        self._latent = [_reads(model.dtype, layer.latent) for layer in model.layers]
         block = config.block
         # a float32 weight holds the offset since it was loaded
         folded = 0.0 if model.dtype == torch.float32 else block.norm_offset
@@ -89,30 +89,30 @@ class NativeLayer:
         sin: torch.Tensor,
         steps: Sequence[Step],
     ) -> list[torch.Tensor]:
-        if not self._begins[number]:
-            return self._plain.before(number, x, cos, sin, steps)
         layer, (heads, kv_heads, dim) = self.model.layers[number], self._sizes[number]
+        if layer.latent is not None:
+            return self._latent_before(number, layer.latent, x, cos, sin, steps)
         qkv = multiply(x, layer.qkv, norm=layer.input_norm, eps=self._eps, offset=self._offset)
         # where layers take k for v, qkv makes no v
         qkv = qkv.view(*x.shape[:2], -1, dim)
         taken = qkv.shape[2] < heads + 2 * kv_heads
         qkv = torch.cat((qkv, qkv[:, :, heads:]), 2) if taken else qkv
-        norms = None
-        if layer.q_norm is not None and layer.k_norm is not None:
-            norms = layer.q_norm, layer.k_norm
+        norms = None if layer.q_norm is None else (layer.q_norm, layer.k_norm)
         if norms is not None and layer.block.qk_norm == "width":
             self._norm_whole(layer, qkv[..., : heads + kv_heads, :], heads)
             norms = None
         queries = []
         for step, parts in zip(steps, split_rows(steps, qkv, cos, sin)):
             mine, c, s = (part.contiguous() for part in parts)
-            k, v, twice = step.bank.step_rows(number)
-            ring = step.query_ring.of(number)
-            if k.dtype == x.dtype:
-                given = k, v, ring, step.positions, twice, norms, self._eps, self._offset
+            ring, unit = step.query_ring.of(number), layer.block.unit_values
+            # a layer that reads another's rows stores none
+            k, v, twice = step.bank.step_rows(number) if kv_heads else (None, None, None)
+            if k is None or k.dtype == x.dtype:
+                given = k, v, ring, step.positions, twice, norms, self._eps, self._offset, unit
                 queries.append(rotate_store(mine, c, s, *given))
                 continue
             qk, v = mine[:, :, : heads + kv_heads], mine[:, :, heads + kv_heads :]
+            v = unit_values(v, self._eps, layer.block) if unit else v
             if norms is not None:
                 qk = normed_heads(layer, qk, heads, self._eps)
             turned = apply_rope(qk, c, s)
@@ -152,6 +152,34 @@ class NativeLayer:
         turned = rotate_rows(qkv, *angles, heads, kv_heads, norms, eps, self._offset)
         return turned[:, :, :heads], turned[:, :, heads:], v, qkv[:, :, :heads]
 
+    def _latent_before(
+        self,
+        number: int,
+        latent: LatentHeads,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        steps: Sequence[Step],
+    ) -> list[torch.Tensor]:
+        """`before` of latent attention, whose rows are K and V at once."""
+        rows = [step.bank.step_rows(number) for step in steps]
+        whole = all(k.dtype == x.dtype and k.data_ptr() == v.data_ptr() for k, v, _ in rows)
+        if not (self._latent[number] and whole):
+            return self._plain.before(number, x, cos, sin, steps)
+        layer, sizes, times = self.model.layers[number], latent.sizes, None
+        made = multiply(x, layer.qkv, norm=layer.input_norm, eps=self._eps, offset=self._offset)
+        q, row = made.split([made.shape[-1] - sizes.width, sizes.width], dim=-1)
+        if latent.query is not None:
+            q = multiply(q.contiguous(), latent.query, norm=latent.query_norm, eps=EPS)
+        if sizes.stretch is not None:
+            cos, times = cos.split([sizes.turned // 2, 1], dim=-1)
+        qkv, queries = latent_heads(q, row, latent.key, latent.norm, EPS, times), []
+        for step, (k, _, twice), parts in zip(steps, rows, split_rows(steps, qkv, cos, sin)):
+            mine, c, s = (part.contiguous() for part in parts)
+            ring = step.query_ring.of(number)
+            queries.append(rotate_store(mine, c, s, k, None, ring, step.positions, twice))
+        return queries
+
     def _norm_whole(self, layer: Layer, qk: torch.Tensor, heads: int) -> None:
         """Norm the `heads` heads of q at once, and those of k: qk [B, Q, H + Hkv, D], in place."""
         if layer.means is not None:
@@ -187,6 +215,8 @@ class NativeLayer:
         layer = self.model.layers[number]
         if layer.laurel is not None:
             return self._plain.after(number, x, attended)
+        if layer.latent is not None and attended.dim() == 4:
+            attended = self._values(number, layer.latent, attended).flatten(2)
         return self.after_chunk(layer, x, attended, self._eps)
 
     def after_chunk(
@@ -208,6 +238,12 @@ class NativeLayer:
         else:
             x = self._added(layer, attention_out(layer, attended), layer.o_norm, x)
         return self._through_mlp(layer, x)
+
+    def _values(self, number: int, latent: LatentHeads, attended: torch.Tensor) -> torch.Tensor:
+        """As LatentHeads.values."""
+        if not self._latent[number]:
+            return latent.values(attended)
+        return by_head(attended[..., latent.sizes.turned :], latent.value)
 
     def _through_mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
         """As `through_mlp` of engine/model/llama.py."""

@@ -367,7 +367,7 @@ def pre_attention(
     qkv = layer.qkv(x).view(batch, length, -1, head_dim)
     qk, v = qkv[:, :, : heads + kv_heads], qkv[:, :, qkv.shape[2] - kv_heads :]
     if layer.block.unit_values:
-        v = _normalised(v, eps, layer.block).to(v.dtype)
+        v = unit_values(v, eps, layer.block)
     if layer.q_norm is not None:
         qk = normed_heads(layer, qk, heads, eps)
     rotated = apply_rope(qk, cos, sin)
@@ -379,6 +379,11 @@ def pre_recurrence(layer: Layer, x: torch.Tensor, eps: float) -> Mixed:
     assert layer.mixer is not None and layer.input_norm is not None
     x = rms_norm(x, layer.input_norm, eps, layer.block)
     return layer.mixer.mixed(x, (layer.mixer_in or layer.qkv)(x))
+
+
+def unit_values(v: torch.Tensor, eps: float, block: Block) -> torch.Tensor:
+    """Divide each head of v [B, S, Hkv, D] by its root mean square."""
+    return _normalised(v, eps, block).to(v.dtype)
 
 
 def normed_heads(layer: Layer, qk: torch.Tensor, heads: int, eps: float) -> torch.Tensor:

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from kernels.launch.isa import isa, multiplies, vectorises
+from kernels.layer.many.strips import StripProduct, strips_multiply
+from kernels.layer.many.tiles import TiledProduct, tiles_multiply
 from kernels.layer.native_product import Product, reads
-from kernels.layer.tiled_product import TiledProduct, tiles_multiply
 
 # bfloat16 with AMX: weight-left products win up to here; from 64 rows on all forms are equal
 FEW_ROWS = 32
@@ -121,7 +122,11 @@ class Linear:
         stored = own and form in ("plain", "left", "widened") and reads(weight)
         self.product = Product(weight, bias) if stored else None
         in_tiles = stored and tiles_multiply(weight)
-        self.tiled = TiledProduct(weight, bias) if in_tiles else None
+        self.tiled: TiledProduct | StripProduct | None = None  # of many rows
+        if in_tiles:
+            self.tiled = TiledProduct(weight, bias)
+        elif stored and strips_multiply(weight):
+            self.tiled = StripProduct(weight, bias)
         elements = self.shape[0] * self.shape[1] + (0 if bias is None else bias.numel())
         self.nbytes = elements * self.dtype.itemsize
 
@@ -159,6 +164,8 @@ class Linear:
         if self.product is None or torch.compiler.is_compiling():
             return None
         ours = 0 < x.numel() <= self.product.most_rows * self.shape[1]
+        if isinstance(self.tiled, StripProduct) and self.tiled.takes(x):
+            return None
         return self.product if ours and x.dtype == self.dtype else None
 
     def _narrow(self, flat: torch.Tensor) -> torch.Tensor:

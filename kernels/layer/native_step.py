@@ -44,6 +44,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm")),
         ("wide", ctypes.c_int),
         ("offset", ctypes.c_float),
+        ("unit", ctypes.c_int),
     ]
 
 
@@ -89,36 +90,39 @@ def rotate_store(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    bank_k: torch.Tensor,
-    bank_v: torch.Tensor,
+    bank_k: torch.Tensor | None,
+    bank_v: torch.Tensor | None,
     ring: torch.Tensor,
     positions: torch.Tensor,
     twice: tuple[int, int] | None = None,
-    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    norms: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     eps: float = 0.0,
     offset: float | None = None,
+    unit: bool = False,
 ) -> torch.Tensor:
     """Rotate the pairs (i, i + R/2) of q and k and store the step, as kernels/layer/rotate_store.py
     does.
 
     qkv [B, Q, H + 2 Hkv, D] contiguous; cos, sin float32 [B, Q, R/2] contiguous, R <= D: dimensions
     from R on stay; the bank's views, of qkv's dtype, ring, positions and twice as in
-    kernels/layer/store.py. norms ([D], [D]): every head of q and of k is divided by its root mean
-    square and scaled first, as `normalize_rows` does. Returns rotated q [B, Q, H, D], new. Mutates
+    kernels/layer/store.py. bank_v None: V is K, as rotated, and qkv [B, Q, H + Hkv, D] has no V;
+    both None: the layer reads another's rows, and qkv is q alone. norms ([D], [D] or None): every
+    head of q and of k is divided by its root mean square and scaled first, as `normalize_rows`
+    does; unit: every head of v is divided by its own. Returns rotated q [B, Q, H, D], new. Mutates
     bank_k, bank_v and ring, and qkv where there are norms.
     """
     batch, queries, _, dim = qkv.shape
-    kv_heads, slots, heads = bank_k.shape[1], ring.shape[1], ring.shape[2]
+    kv_heads, slots, heads = 0 if bank_k is None else bank_k.shape[1], ring.shape[1], ring.shape[2]
     out = torch.empty(batch, queries, heads, dim, dtype=qkv.dtype)
     size = qkv.element_size()
     call = _Call(
         qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
-        bank_k.data_ptr(), bank_v.data_ptr(),
-        *(step * size for rows in (bank_k, bank_v) for step in rows.stride()[:3]),
+        *(None if rows is None else rows.data_ptr() for rows in (bank_k, bank_v)),
+        *(step * size for rows in (bank_k, bank_v) for step in _steps(rows)),
         ring.data_ptr(), positions.data_ptr(),
         batch, queries, heads, kv_heads, dim, cos.shape[-1], slots, *(twice or (0, 0)),
-        eps, *((None, None) if norms is None else (norm.data_ptr() for norm in norms)),
-        offset is not None, offset or 0.0,
+        eps, *(None if norm is None else norm.data_ptr() for norm in norms or (None, None)),
+        offset is not None, offset or 0.0, unit and bank_v is not None,
     )  # fmt: skip
     _functions()["rotate_store"](ctypes.byref(call), FLOATS[qkv.dtype])
     return out
@@ -166,6 +170,11 @@ def swiglu_rows(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def _steps(rows: torch.Tensor | None) -> tuple[int, ...]:
+    """The strides of a bank's rows [B, Hkv, n, D], but of D."""
+    return (0, 0, 0) if rows is None else rows.stride()[:3]
+
+
 @functools.cache
 def _functions() -> dict[str, ctypes._NamedFuncPointer]:
     names = "normalize", "rotate_store", "rotate_rows", "swiglu_rows"
@@ -177,7 +186,7 @@ def _functions() -> dict[str, ctypes._NamedFuncPointer]:
 
 
 @_BINDING.self_test
-def _steps() -> Iterator[Case]:
+def _cases() -> Iterator[Case]:
     generator = torch.Generator().manual_seed(1)
     x, weight, cos, sin = (
         torch.randn(*size, generator=generator)

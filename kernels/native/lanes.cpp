@@ -89,26 +89,6 @@ struct Room {  // of one thread, for one split of a head
     }
 };
 
-// exp(x) of an x that is at most 0; 0 at -inf, NaN at NaN.
-INLINE Floats weight_of(Floats x) {
-#if defined(__AVX512F__)
-    // as `exponential`, but the instruction that scales by powers of two ends at 0 by itself
-    const __m512 y = _mm512_max_ps(_mm512_set1_ps(-110), (__m512)x);
-    const __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(y, _mm512_set1_ps(1.44269504f)), 8);
-    const Floats n = (Floats)whole, r = ((Floats)y - n * 0.693359375f) + n * 2.12194440e-4f;
-    Floats p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.f;
-    return (Floats)_mm512_scalef_ps((__m512)p, whole);
-#else
-    return exponential(x);
-#endif
-}
-
 struct Scales {  // of a block's keys and values; NULL: there are none
     const float *keys, *values;
 };
@@ -128,10 +108,10 @@ INLINE void soften(const Call &c, const Block &block, Scales scales, const float
         top = most(top, x);
     }
     if (count % 2) store(l + count * lanes, all(-INFINITY));
-    const Floats base = top == -INFINITY ? Floats{} : top, left = weight_of(load(best) - base);
+    const Floats base = top == -INFINITY ? Floats{} : top, left = fading(load(best) - base);
     Floats added = {};
     for (int t = 0; t < count; t += 2) {
-        Floats one = weight_of(load(l + t * lanes) - base), two = weight_of(load(l + (t + 1) * lanes) - base);
+        Floats one = fading(load(l + t * lanes) - base), two = fading(load(l + (t + 1) * lanes) - base);
         added += one + two;
         if (scales.values) one *= scales.values[t], two *= scales.values[t + 1];
         store(l + t * lanes, one), store(l + (t + 1) * lanes, two);

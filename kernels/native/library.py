@@ -47,7 +47,9 @@ SOURCES = (
     "integers.cpp",
     "kept.cpp",
     "lanes.cpp",
+    "latent.cpp",
     "learn.cpp",
+    "many.cpp",
     "noisy.cpp",
     "packed.cpp",
     "prefill.cpp",
@@ -67,6 +69,7 @@ SOURCES = (
     "tiled_prompt.cpp",
     "topk.cpp",
     "turns.cpp",
+    "windows.cpp",
 )
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (

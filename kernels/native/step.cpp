@@ -27,11 +27,20 @@ static void normalize_rows(const char *x, const char *weight, char *out, int row
     });
 }
 
+// Rows divided by their root mean square, in place.
+template <class K>
+static void make_unit(char *x, int rows, int size, float eps) {
+    for (int r = 0; r < rows; r++, x += (long)size * K::bytes) {
+        const float scale = norm_scale<K>(x, size, eps);
+        for (int i = 0; i < size; i += W) write_some<K>(x, i, size - i, read_some<K>(x, i, size - i) * scale);
+    }
+}
+
 struct Call {
-    char *qkv;               // [batch, queries, heads + 2 * kv_heads, dim]; q and k are normed in place
+    char *qkv;               // [batch, queries, heads + 2 * kv_heads, dim]; heads are normed in place
     const float *cos, *sin;  // [batch, queries, pairs]
     char *out;               // [batch, queries, heads, dim]: rotated q
-    char *k, *v;             // rows of the bank, [batch, kv_heads, rows, dim]
+    char *k, *v;             // rows of the bank, [batch, kv_heads, rows, dim]; v NULL: V is K, and qkv has none
     long key_batch, key_head, key_row, value_batch, value_head, value_row;  // strides in bytes
     char *ring;                // [batch, slots, heads, dim]: q before rotation
     const int64_t *positions;  // [batch, queries]
@@ -40,6 +49,7 @@ struct Call {
     float eps;
     const char *q_norm, *k_norm;  // [dim] or NULL: what each head of q and k is normed and scaled by first
     Wide wide;
+    int unit;  // whether each head of v is divided by its root mean square first
 };
 
 // The pairs (i, i + pairs) turned, in float32, as torch rounds; what lies behind them stays.
@@ -57,7 +67,7 @@ INLINE void turn(const char *head, const float *cos, const float *sin, int pairs
 
 template <class K>
 static void rotate_store(const Call &c) {
-    const long size = (long)c.dim * K::bytes, all_heads = c.heads + 2 * c.kv_heads;
+    const long size = (long)c.dim * K::bytes, all_heads = c.heads + (c.v ? 2 : 1) * c.kv_heads;
     for (int token = 0; token < c.batch * c.queries; token++) {
         const int b = token / c.queries;
         const long at = c.positions[token];
@@ -65,8 +75,9 @@ static void rotate_store(const Call &c) {
         char *head = c.qkv + token * all_heads * size, *k_heads = head + c.heads * size;
         if (c.q_norm) {
             normalize<K>(head, c.q_norm, head, c.heads, c.dim, c.eps, c.wide);
-            normalize<K>(k_heads, c.k_norm, k_heads, c.kv_heads, c.dim, c.eps, c.wide);
+            if (c.k_norm) normalize<K>(k_heads, c.k_norm, k_heads, c.kv_heads, c.dim, c.eps, c.wide);
         }
+        if (c.unit) make_unit<K>(k_heads + c.kv_heads * size, c.kv_heads, c.dim, c.eps);
         memcpy(c.ring + (b * (long)c.slots + at % c.slots) * c.heads * size, head, c.heads * size);
         char *out = c.out + token * c.heads * size;
         for (; head < k_heads; head += size, out += size) turn<K>(head, cos, sin, c.pairs, c.dim, out);
@@ -75,10 +86,10 @@ static void rotate_store(const Call &c) {
             char *k = c.k + b * c.key_batch + h * c.key_head + row * c.key_row;
             char *v = c.v + b * c.value_batch + h * c.value_head + row * c.value_row;
             turn<K>(head, cos, sin, c.pairs, c.dim, k);
-            memcpy(v, head + c.kv_heads * size, size);
+            if (c.v) memcpy(v, head + c.kv_heads * size, size);
             if (!c.count) continue;
             memcpy(k + c.count * c.key_row, k, size);
-            memcpy(v + c.count * c.value_row, v, size);
+            if (c.v) memcpy(v + c.count * c.value_row, v, size);
         }
     }
 }

@@ -5,6 +5,7 @@
 // A tile of the left factor has 16 rows of 64 bytes of depth. One of the right has, for each 4 bytes of depth,
 // those of 16 columns: pairs of 16 bits or four numbers of 8.
 #pragma once
+#include "across.h"
 #include "amx.h"
 #include "whole.h"
 
@@ -95,26 +96,11 @@ struct Dealt {
 // A tile of the right factor from 64 bytes of each of 16 rows, NULL for zeros, of which `left` count.
 INLINE void turn_tile(const char *const *rows, long from, int left, char *to) {
     const __mmask64 mask = left < TILE_BYTES ? (1ull << left) - 1 : ~0ull;
-    __m512i a[16], b[16];
+    Floats square[16];
     UNROLL for (int i = 0; i < 16; i++)
-        a[i] = rows[i] ? _mm512_maskz_loadu_epi8(mask, rows[i] + from) : _mm512_setzero_si512();
-    UNROLL for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    UNROLL for (int i = 0; i < 16; i += 4) {
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]), a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]), a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-    // quarter q of a[4 i + j]: column 4 q + j of rows 4 i .. 4 i + 3
-    UNROLL for (int j = 0; j < 4; j++) {
-        const __m512i even[2] = {_mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88)};
-        const __m512i odd[2] = {_mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd), _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd)};
-        _mm512_storeu_si512(to + j * TILE_BYTES, _mm512_shuffle_i32x4(even[0], even[1], 0x88));
-        _mm512_storeu_si512(to + (4 + j) * TILE_BYTES, _mm512_shuffle_i32x4(odd[0], odd[1], 0x88));
-        _mm512_storeu_si512(to + (8 + j) * TILE_BYTES, _mm512_shuffle_i32x4(even[0], even[1], 0xdd));
-        _mm512_storeu_si512(to + (12 + j) * TILE_BYTES, _mm512_shuffle_i32x4(odd[0], odd[1], 0xdd));
-    }
+        square[i] = rows[i] ? (Floats)_mm512_maskz_loadu_epi8(mask, rows[i] + from) : Floats{};
+    turn_square(square);
+    UNROLL for (int i = 0; i < 16; i++) store((float *)(to + i * TILE_BYTES), square[i]);
 }
 
 // What 16 rows' sums of digits, [2][16][ahead] whole numbers, are in one: W columns of a row.

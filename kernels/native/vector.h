@@ -202,6 +202,26 @@ INLINE Floats exponential(Floats x) {
     return x < -87.33654f ? Floats{} : found;
 }
 
+// exp(x) of an x that is at most 0; 0 at -inf, NaN at NaN.
+INLINE Floats fading(Floats x) {
+#if defined(__AVX512F__)
+    // as `exponential`, but the instruction that scales by powers of two ends at 0 by itself
+    const __m512 y = _mm512_max_ps(_mm512_set1_ps(-110), (__m512)x);
+    const __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(y, _mm512_set1_ps(1.44269504f)), 8);
+    const Floats n = (Floats)whole, r = ((Floats)y - n * 0.693359375f) + n * 2.12194440e-4f;
+    Floats p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.f;
+    return (Floats)_mm512_scalef_ps((__m512)p, whole);
+#else
+    return exponential(x);
+#endif
+}
+
 // x * sigmoid(x). exp(88) is finite, and what it leaves of an x below -88 is nothing.
 INLINE Floats silu(Floats x) { return x / (1 + exponential(x < -88 ? all(88) : -x)); }
 

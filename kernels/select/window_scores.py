@@ -17,7 +17,8 @@ from kernels.launch.triton import tl, triton
 from kernels.rows.forms import is_packed, key_floats, wide_stored_queries
 from kernels.rows.int4_tiles import columns
 from kernels.rows.tiles import key_product, load_keys, scaled_logits
-from kernels.select.window_lse import launch_window_lse, window_rows
+from kernels.select.window.lse import launch_window_lse, window_rows
+from kernels.select.window.native import score_window, scores_window
 
 
 def window_scores_ref(
@@ -74,8 +75,14 @@ def window_scores(
     allocates; softmax: as in `decode_dense`. Mutates scores below lengths, and scratch. Raises
     ValueError for an unknown backend or too small a scratch.
     """
-    chosen = choose(backend, q)
-    if chosen == "triton":
+    chosen = choose(backend, q, lambda: scores_window(q, k))
+    if chosen == "native":
+        for b, n in enumerate(lengths.tolist()):
+            live = min(q.shape[1], n)  # a window longer than the sequence begins before it
+            if live:
+                late, weights = q[b, -live:], alpha[-live:]
+                score_window(late, k[b, :, :n], scale, weights, kind, scores[b, :n], softmax)
+    elif chosen == "triton":
         window_scores_triton(q, k, lengths, scale, alpha, kind, scores, scratch, softmax)
     elif chosen == "cpu":
         window_scores_cpu(q, k, lengths, scale, alpha, kind, scores, scratch, softmax, backend)

@@ -12,8 +12,8 @@ import kernels.index.learn
 import kernels.index.step
 import kernels.kept.noisy
 import kernels.kept.stream
+import kernels.layer.many.tiles
 import kernels.layer.native_step
-import kernels.layer.tiled_product
 import kernels.recurrent.conv
 import kernels.recurrent.delta  # prompts and steps at seams
 import kernels.recurrent.gates

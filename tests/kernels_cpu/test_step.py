@@ -270,3 +270,39 @@ def test_rows_of_a_chunk_do_not_depend_on_the_threads():
         torch.set_num_threads(before)
     for one, two in zip(*found, strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [2, 20, 64])
+def test_values_of_unit_size_and_rows_of_another_layer(dtype, dim):
+    """V divided by its root mean square; a layer that reads another's rows keeps its queries; and
+    one whose V is K, as it was rotated.
+    """
+    torch.manual_seed(dim)
+    heads, kv_heads, eps = 3, 2, 1e-6
+    qkv, positions = torch.randn(1, 4, heads + 2 * kv_heads, dim).to(dtype), torch.arange(7, 11)
+    cos, sin = (f(torch.randn(1, 4, dim // 2)) for f in (torch.cos, torch.sin))
+    places = [torch.zeros(1, kv_heads, 20, dim, dtype=dtype) for _ in range(4)]
+    rings = [torch.zeros(1, 5, heads, dim, dtype=dtype) for _ in range(3)]
+    more = cos, sin, *places[:2], rings[0], positions[None]
+    q = rotate_store(qkv.clone(), *more, eps=eps, unit=True)
+    v = qkv[:, :, heads + kv_heads :]
+    exact = F.rms_norm(v.double(), (dim,), None, eps).transpose(1, 2)
+    own = F.rms_norm(v, (dim,), None, eps).transpose(1, 2)
+    found = places[1][:, :, 7:11]
+    limit = 2 * (own.double() - exact).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
+    assert (found.double() - exact).abs().max() <= limit
+    alone = rotate_store(
+        qkv[:, :, :heads].contiguous(), cos, sin, None, None, rings[1], positions[None]
+    )
+    assert torch.equal(alone, q) and torch.equal(rings[1], rings[0])
+    both = qkv[:, :, : heads + kv_heads].contiguous()
+    same = rotate_store(both, cos, sin, places[2], None, rings[2], positions[None])
+    assert torch.equal(same, q) and torch.equal(places[2], places[0])
+    norm = torch.randn(dim).to(dtype)
+    normed_first = qkv[:, :, :heads].clone()
+    alone = rotate_store(
+        normed_first, cos, sin, None, None, rings[1], positions[None], None, (norm, None), eps
+    )
+    expected = normalize_rows(qkv[:, :, :heads].contiguous(), norm, eps)
+    assert torch.equal(rings[1][:, positions % 5], expected[:, -5:]) and alone.shape == q.shape

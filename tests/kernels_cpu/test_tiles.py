@@ -20,7 +20,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import kernels.layer.linear
-import kernels.layer.tiled_product
+import kernels.layer.many.tiles
 import kernels.prefill.native
 import kernels.quant.linear
 import kernels.quant.native
@@ -28,7 +28,7 @@ from engine.load import loaded
 from kernels.launch import isa
 from kernels.launch.softmax import PLAIN, Softmax
 from kernels.layer.linear import pack_linear
-from kernels.layer.tiled_product import TiledProduct
+from kernels.layer.many.tiles import TiledProduct
 from kernels.native import amx, library
 from kernels.prefill.native import attend_prompt, attends_prompt
 from kernels.quant.native import INTEGER_FOLDS, PARTS, Panels, _fold, product
@@ -45,7 +45,7 @@ pytestmark = [
     ),
 ]
 FORM = FORMS[torch.int8]
-PLACES = kernels.prefill.native, kernels.quant.native, kernels.layer.tiled_product
+PLACES = kernels.prefill.native, kernels.quant.native, kernels.layer.many.tiles
 # of amx.h: odd elements of pairs are left out
 WRONG = "tile_bfloat16(a[k] + 2 * i)", "tile_bfloat16(a[k])"
 

@@ -1,0 +1,102 @@
+"""Products of many rows in strips of a weight of floats, in C++, against float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.launch.isa import ARM_SETS, isa, multiplies
+from kernels.layer.linear import pack_linear
+from kernels.layer.many.strips import ROWS, StripProduct, strips_multiply
+from kernels.native.library import missing, native
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def close(found, x, weight, bias, dtype):
+    """Whether an error is at most twice that of torch's own product."""
+    wide = None if bias is None else bias.double()
+    exact = F.linear(x.double(), weight.double(), wide)
+    own = (F.linear(x, weight, bias).double() - exact).abs().max()
+    limit = 2 * own + torch.finfo(dtype).eps * exact.abs().max() + x.shape[-1] * 2**-26
+    return bool((found.double() - exact).abs().max() <= limit)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.sampled_from([1, 5, 6, 7, 12, 13, 61]),
+    inputs=st.sampled_from([1, 7, 16, 127, 128, 129, 255, 256, 257, 700]),
+    outputs=st.sampled_from([1, 4, 15, 16, 17, 63, 64, 65, 131]),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_product_is_within_twice_torchs_own_error(dtype, rows, inputs, outputs, bias, seed):
+    torch.manual_seed(seed)
+    weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
+    x, added = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
+    held = added if bias else None
+    found = StripProduct(weight, held)(x)
+    assert found.shape == (rows, outputs) and found.dtype == dtype and found.is_contiguous()
+    assert close(found, x, weight, held, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", (959, 960, 961, 1921))
+def test_blocks_of_rows(rows, dtype):
+    """A block of rows is 960 at most; a row's bits do not depend on the others."""
+    torch.manual_seed(rows)
+    weight, x = torch.randn(70, 40).to(dtype), torch.randn(1, rows, 40).to(dtype)
+    product = StripProduct(weight)
+    found = product(x)
+    assert close(found, x, weight, None, dtype)
+    assert torch.equal(found[:, 950:], product(x[:, 950:]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_do_not_depend_on_the_threads(dtype):
+    torch.manual_seed(2)
+    product, x = StripProduct(torch.randn(300, 290).to(dtype)), torch.randn(200, 290).to(dtype)
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(product(x))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf")))
+def test_what_is_not_finite_stays_in_its_row_and_output(bad):
+    torch.manual_seed(3)
+    weight, x = torch.randn(70, 33), torch.randn(20, 33)
+    x[4, 7] = bad
+    assert StripProduct(weight)(x).isfinite().all(1).tolist() == [r != 4 for r in range(20)]
+    x[4, 7], weight[66, 32] = 1.0, bad
+    assert StripProduct(weight)(x).isfinite().all(0).tolist() == [o != 66 for o in range(70)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_linear_multiplies_many_rows_so_where_it_is_faster(dtype):
+    weight = torch.randn(40, 64).to(dtype)
+    library = native()
+    x86 = isa() not in ARM_SETS and not library.omnikv_is_intel()
+    emulated = dtype == torch.float32 or not multiplies(dtype)
+    assert strips_multiply(weight) == (x86 and emulated)
+    linear = pack_linear(weight, torch.randn(40).to(dtype))
+    few, many = torch.randn(16, 64).to(dtype), torch.randn(64, 64).to(dtype)
+    assert linear.own(few) is not None
+    if strips_multiply(weight):
+        assert isinstance(linear.tiled, StripProduct) and 16 < ROWS[isa()] <= 64
+        assert linear.own(many) is None and torch.equal(linear(many), linear.tiled(many))
+    assert linear.on_torch().tiled is None
+    assert close(linear(many), many, weight, linear.bias, dtype)
+
+
+def test_other_weights_are_left_to_torch():
+    assert not strips_multiply(torch.randn(8, 8).t()[:, :4])
+    assert not strips_multiply(torch.randn(8, 8, dtype=torch.float64))
+    assert not strips_multiply(torch.empty(8, 8, device="meta"))
