@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.launch.isa import isa, multiplies, vectorises
-from kernels.layer.many.strips import StripProduct, strips_multiply
+from kernels.layer.many.strips import LEAST, StripProduct, strips_multiply
 from kernels.layer.many.tiles import TiledProduct, tiles_multiply
 from kernels.layer.native_product import Product, reads
 
@@ -120,13 +120,13 @@ class Linear:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
         self.weight = weight
         stored = own and form in ("plain", "left", "widened") and reads(weight)
-        self.product = Product(weight, bias) if stored else None
         in_tiles = stored and tiles_multiply(weight)
-        self.tiled: TiledProduct | StripProduct | None = None  # of many rows
-        if in_tiles:
-            self.tiled = TiledProduct(weight, bias)
-        elif stored and strips_multiply(weight):
-            self.tiled = StripProduct(weight, bias)
+        in_strips = stored and not in_tiles and strips_multiply(weight)
+        few = LEAST - 1 if in_strips else None
+        self.product = Product(weight, bias, few) if stored else None
+        self.many: TiledProduct | StripProduct | None = None
+        if in_tiles or in_strips:
+            self.many = (TiledProduct if in_tiles else StripProduct)(weight, bias)
         elements = self.shape[0] * self.shape[1] + (0 if bias is None else bias.numel())
         self.nbytes = elements * self.dtype.itemsize
 
@@ -135,8 +135,8 @@ class Linear:
         product = self.own(x)
         if product is not None:
             return product(x)
-        if self.tiled is not None and self.tiled.takes(x):
-            return self.tiled(x)
+        if self.many is not None and self.many.takes(x):
+            return self.many(x)
         if self.form == "plain":
             return F.linear(x, self.weight, self.bias)
         if self.form == "packed":
@@ -156,7 +156,7 @@ class Linear:
     def on_torch(self) -> Linear:
         """Return the same weight, of the same memory, multiplied by torch's operators alone."""
         twin = shallow(self)
-        twin.product = twin.tiled = None
+        twin.product = twin.many = None
         return twin
 
     def own(self, x: torch.Tensor) -> Product | None:
@@ -164,8 +164,6 @@ class Linear:
         if self.product is None or torch.compiler.is_compiling():
             return None
         ours = 0 < x.numel() <= self.product.most_rows * self.shape[1]
-        if isinstance(self.tiled, StripProduct) and self.tiled.takes(x):
-            return None
         return self.product if ours and x.dtype == self.dtype else None
 
     def _narrow(self, flat: torch.Tensor) -> torch.Tensor:

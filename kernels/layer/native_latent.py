@@ -20,7 +20,8 @@ class _Heads(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "matrices", "out")),
         *((name, ctypes.c_long) for name in ("x_row", "x_head", "out_row", "out_head")),
-        *((name, ctypes.c_int) for name in ("rows", "heads", "inputs", "outputs", "threads")),
+        *((name, ctypes.c_int) for name in ("rows", "heads", "inputs", "outputs")),
+        *((name, ctypes.c_int) for name in ("lying", "threads")),
     ]
 
 
@@ -38,18 +39,23 @@ class _Call(ctypes.Structure):
 _BINDING = Binding("latent heads", omnikv_sizeof_heads_call=_Heads, omnikv_sizeof_latent_call=_Call)
 
 
-def reads_latent(dtype: torch.dtype, *weights: torch.Tensor) -> bool:
+def reads_latent(
+    dtype: torch.dtype, key: torch.Tensor, value: torch.Tensor, *norms: torch.Tensor
+) -> bool:
     """Whether the C++ kernels run here and read a layer's own tensors of latent attention: on a
-    CPU, contiguous, of the dtype of activations.
+    CPU, of the dtype of activations, key [H, plain, rank] and norms contiguous, value [H, rank, O]
+    as `by_head` takes it.
     """
-    alike = all(w.dtype == dtype and w.is_contiguous() for w in weights)
-    on_cpu = all(w.device.type == "cpu" for w in weights)
-    return dtype in FLOATS and alike and on_cpu and _BINDING.usable()
+    lies = key.is_contiguous() and all(norm.is_contiguous() for norm in norms)
+    lies = lies and (value.is_contiguous() or value.transpose(1, 2).is_contiguous())
+    held = (key, value, *norms)
+    ours = dtype in FLOATS and all(t.dtype == dtype and t.device.type == "cpu" for t in held)
+    return lies and ours and _BINDING.usable()
 
 
 def by_head(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     """Multiply x [B, S, H, I], last dim contiguous, by each head's own matrix [H, I, O],
-    contiguous: [B, S, H, O], new. Sums are float32 and rounded once. Results do not depend on the
+    contiguous or that of a contiguous [H, O, I] across: [B, S, H, O], new. Sums are float32 and rounded once. Results do not depend on the
     number of threads. Raises MemoryError where x finds no room.
     """
     batch, length, heads, inputs = x.shape
@@ -59,7 +65,8 @@ def by_head(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     out = torch.empty(batch, length, heads, outputs, dtype=x.dtype)
     call = _Heads(
         x.data_ptr(), matrices.data_ptr(), out.data_ptr(), x.stride(0), x.stride(1),
-        heads * outputs, outputs, len(x), heads, inputs, outputs, torch.get_num_threads(),
+        heads * outputs, outputs, len(x), heads, inputs, outputs, not matrices.is_contiguous(),
+        torch.get_num_threads(),
     )  # fmt: skip
     check(loaded().omnikv_by_head(ctypes.byref(call), FLOATS[x.dtype]), "products of heads")
     return out
@@ -115,5 +122,7 @@ def _latents() -> Iterator[Case]:
             found = latent_heads(q, row, key, norm, 1e-6, times)
             yield f"latent heads in {dtype}", found, expected, dtype
             expected = torch.einsum("bshi,hio->bsho", found[:, :, :2, 8:].double(), value.double())
-            made = by_head(found[:, :, :2, 8:], value)
-            yield f"products of heads in {dtype}", made, expected, dtype
+            lying = value.transpose(1, 2).contiguous().transpose(1, 2)
+            for matrices in (value, lying):
+                made = by_head(found[:, :, :2, 8:], matrices)
+                yield f"products of heads in {dtype}", made, expected, dtype

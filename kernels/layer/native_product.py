@@ -43,10 +43,13 @@ def reads(weight: torch.Tensor) -> bool:
 
 class Product:
     """A weight [O, I] of floats, contiguous, with its bias [O] of the same dtype, as the kernels
-    take it. most_rows: up to which its product is faster than torch's.
+    take it. most_rows: up to which its product is the fastest, as `most` says or, without it, as
+    it is beside torch's.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, most: int | None = None
+    ) -> None:
         bias = bias if bias is None else bias.contiguous()
         self._held = weight, bias  # the kernels have their addresses only
         self.dtype, (self.outputs, self.inputs) = weight.dtype, weight.shape
@@ -55,7 +58,8 @@ class Product:
         self._matrix = _Matrix(weight.data_ptr(), pointer, kind, self.outputs, self.inputs)
         self._at = ctypes.addressof(self._matrix)
         paired = weight.dtype == torch.bfloat16 and isa() in ("avx512_bf16", "amx", "neon_bf16")
-        self.most_rows = PAIRED_ROWS if paired else ROWS.get(isa(), ARM_ROWS)
+        usual = PAIRED_ROWS if paired else ROWS.get(isa(), ARM_ROWS)
+        self.most_rows = usual if most is None else most
 
     def __call__(
         self,

@@ -12,10 +12,11 @@ constexpr int AHEAD = 8;    // rows of a matrix between the one that is read and
 constexpr int ROWS = 4;     // of x that a matrix meets at a time
 
 struct Heads {
-    const char *x, *matrices;  // [rows][heads][inputs], last two of any strides; [heads][inputs][outputs]
-    char *out;                 // [rows][heads][outputs]
+    const char *x;         // [rows][heads][inputs]
+    const char *matrices;  // [heads][inputs][outputs]; lying: [heads][outputs][inputs]
+    char *out;             // [rows][heads][outputs]
     long x_row, x_head, out_row, out_head;  // strides in elements
-    int rows, heads, inputs, outputs, threads;
+    int rows, heads, inputs, outputs, lying, threads;
 };
 
 struct Call {
@@ -84,6 +85,37 @@ static void by_matrix(const float *x, long ahead, int rows, const char *matrix, 
         head_rows<K, 1>(x + r * ahead, ahead, matrix, inputs, outputs, out + r * out_row * K::bytes, out_row);
 }
 
+// Products of x [inputs] with N outputs of a matrix that lies.
+template <class K, int N>
+INLINE void outputs_of(const float *x, const char *matrix, int inputs, Floats *found) {
+    const long row = (long)inputs * K::bytes;
+    Floats s[N][2] = {};
+    int i = 0;
+    for (; i + 2 * W <= inputs; i += 2 * W)
+        UNROLL for (int n = 0; n < N; n++)
+            UNROLL for (int u = 0; u < 2; u++) s[n][u] += K::read(matrix + n * row, i + u * W) * load(x + i + u * W);
+    for (; i < inputs; i += W)
+        for (int n = 0; n < N; n++) s[n][0] += read_some<K>(matrix + n * row, i, inputs - i) * load(x + i);
+    UNROLL for (int n = 0; n < N; n++) found[n] = s[n][0] + s[n][1];
+}
+
+// x [rows][ahead] of one head times a matrix that lies, [outputs][inputs].
+template <class K>
+static void by_lying(const float *x, long ahead, int rows, const char *matrix, int inputs, int outputs, char *out, long out_row) {
+    constexpr int N = 4;
+    for (int o = 0; o < outputs; o += W) {
+        const int count = outputs - o < W ? outputs - o : W;
+        const char *const at = matrix + (long)o * inputs * K::bytes;
+        for (int r = 0; r < rows; r++) {
+            Floats found[W] = {};
+            int n = 0;
+            for (; n + N <= count; n += N) outputs_of<K, N>(x + r * ahead, at + (long)n * inputs * K::bytes, inputs, found + n);
+            for (; n < count; n++) outputs_of<K, 1>(x + r * ahead, at + (long)n * inputs * K::bytes, inputs, found + n);
+            write_some<K>(out + r * out_row * K::bytes, o, count, totals(found));
+        }
+    }
+}
+
 inline long whole(int count) { return (count + W - 1) / W * W; }
 
 // Returns 0, or 2 without memory.
@@ -98,8 +130,8 @@ static int by_head(const Heads &c) {
         for (int r = 0; r < c.rows; r++)
             for (int i = 0; i < c.inputs; i += W)
                 store(x + r * ahead + i, read_some<K>(c.x, r * c.x_row + head * c.x_head + i, c.inputs - i));
-        by_matrix<K>(x, ahead, c.rows, c.matrices + head * size, c.inputs, c.outputs,
-                     c.out + head * c.out_head * K::bytes, c.out_row);
+        (c.lying ? by_lying<K> : by_matrix<K>)(x, ahead, c.rows, c.matrices + head * size, c.inputs, c.outputs,
+                                               c.out + head * c.out_head * K::bytes, c.out_row);
     });
     return lacking ? 2 : 0;
 }

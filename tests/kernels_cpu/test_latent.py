@@ -34,12 +34,15 @@ def near(found, own, exact):
     inputs=st.sampled_from([1, 12, 63, 64, 65, 200]),
     outputs=st.sampled_from([1, 16, 17, 127, 128, 129, 300]),
     cut=st.booleans(),
+    lying=st.booleans(),
 )
-def test_products_of_heads(dtype, shape, heads, inputs, outputs, cut):
+def test_products_of_heads(dtype, shape, heads, inputs, outputs, cut, lying):
     torch.manual_seed(inputs + outputs)
     x = torch.randn(*shape, heads, inputs + 5).to(dtype)
     x = x[..., 5:] if cut else x[..., 5:].contiguous()
     matrices = (torch.randn(heads, inputs, outputs) / inputs**0.5).to(dtype)
+    if lying:
+        matrices = matrices.transpose(1, 2).contiguous().transpose(1, 2)
     found, own = by_head(x, matrices), torchs(x, matrices)
     assert found.dtype == dtype and near(found, own, torchs(x.double(), matrices.double()))
 
@@ -68,7 +71,7 @@ def test_queries_and_rows(dtype, shape, heads, plain, turned, rank, stretch):
         given = torch.cat((cos, times), -1) if stretch else cos
         results.append(latent.split(made.to(kind), given, sin))
     (q, k, _, before), own = ([t.double() for t in results[0]], results[1])
-    assert reads_latent(dtype, key, norm)
+    assert reads_latent(dtype, key, key, norm)
     parts = made.split([heads * sizes.head, sizes.width], -1)
     qkv = latent_heads(*parts, key, norm, EPS, times if stretch else None)
     bank = torch.zeros(shape[0], 1, 40, sizes.width, dtype=dtype)
@@ -91,15 +94,19 @@ def test_results_do_not_depend_on_the_threads(dtype):
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             made = latent_heads(q, row, key, norm, EPS)
-            found.append((made, by_head(made[..., 16:], key.new_ones(7, 256, 8))))
+            value = key.transpose(1, 2)
+            found.append((made, by_head(made[:, :, :6, 16:], value)))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for one in found for a, b in zip(one, found[0]))
 
 
 def test_what_it_takes():
-    weight = torch.randn(2, 3, 4)
-    assert reads_latent(torch.float32, weight)
-    assert not reads_latent(torch.bfloat16, weight)
-    assert not reads_latent(torch.float32, weight.transpose(1, 2))
-    assert not reads_latent(torch.float64, weight.double())
+    key, norm = torch.randn(2, 3, 4), torch.randn(4)
+    lying = torch.randn(2, 5, 4).transpose(1, 2)
+    assert reads_latent(torch.float32, key, lying, norm)
+    assert reads_latent(torch.float32, key, lying.contiguous(), norm)
+    assert not reads_latent(torch.bfloat16, key, lying, norm)
+    assert not reads_latent(torch.float32, lying, lying, norm)
+    assert not reads_latent(torch.float32, key, lying[..., ::2], norm)
+    assert not reads_latent(torch.float64, key.double(), lying.double(), norm.double())

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kernels.launch.isa import ARM_SETS, isa, multiplies
 from kernels.layer.linear import pack_linear
-from kernels.layer.many.strips import ROWS, StripProduct, strips_multiply
+from kernels.layer.many.strips import LEAST, StripProduct, strips_multiply
 from kernels.native.library import missing, native
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -90,9 +90,9 @@ def test_a_linear_multiplies_many_rows_so_where_it_is_faster(dtype):
     few, many = torch.randn(16, 64).to(dtype), torch.randn(64, 64).to(dtype)
     assert linear.own(few) is not None
     if strips_multiply(weight):
-        assert isinstance(linear.tiled, StripProduct) and 16 < ROWS[isa()] <= 64
-        assert linear.own(many) is None and torch.equal(linear(many), linear.tiled(many))
-    assert linear.on_torch().tiled is None
+        assert isinstance(linear.many, StripProduct) and linear.product.most_rows == LEAST - 1
+        assert linear.own(many) is None and torch.equal(linear(many), linear.many(many))
+    assert linear.on_torch().many is None
     assert close(linear(many), many, weight, linear.bias, dtype)
 
 

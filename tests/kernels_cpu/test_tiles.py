@@ -424,7 +424,7 @@ def test_tiles_run_only_where_they_are_asked_for(on_amx):
     int8 = FORM.keys.pack(k.float()), FORM.values.pack(v.float())
     weight = drawn(3, 20, 32).bfloat16()
     assert library._set() == "avx512_bf16" and not amx.wanted() and amx.in_use() == ()
-    assert not attends_prompt(q, k, v) and pack_linear(weight).tiled is None
+    assert not attends_prompt(q, k, v) and pack_linear(weight).many is None
     on_amx.setattr(kernels.layer.linear, "reads", lambda weight: True)
     on_amx.setenv("OMNIKV_AMX", "1")
     assert library._set() == "amx" and amx.wanted()

@@ -14,13 +14,12 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from kernels.launch.isa import isa, multiplies
+from kernels.launch.isa import SETS, isa, multiplies
 from kernels.native.kinds import FLOATS
 from kernels.native.library import Binding, Case, check, loaded
 
 TILE = 6  # rows of a tile, as in many.cpp
-# rows from which strips are faster than what else there is (docs/LOG.md)
-ROWS = {"avx2": 17, "avx512": 17, "avx512_bf16": 17, "amx": 17}
+LEAST = 17  # rows from which strips are faster than what else there is (docs/LOG.md)
 
 
 class _Call(ctypes.Structure):
@@ -42,7 +41,7 @@ def strips_multiply(weight: torch.Tensor) -> bool:
     """
     ours = weight.device.type == "cpu" and weight.dtype in FLOATS and weight.is_contiguous()
     emulated = weight.dtype == torch.float32 or not multiplies(weight.dtype)
-    if not (ours and emulated and isa() in ROWS and weight.numel() and _BINDING.usable()):
+    if not (ours and emulated and isa() in SETS and weight.numel() and _BINDING.usable()):
         return False
     return not loaded().omnikv_is_intel()
 
@@ -52,11 +51,10 @@ class StripProduct:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias if bias is None else bias.contiguous()
-        self.least = ROWS.get(isa(), 17) * weight.shape[1]
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether x [..., I] has rows enough, and torch.compile does not look."""
-        alike = x.dtype == self.weight.dtype and x.numel() >= self.least
+        alike = x.dtype == self.weight.dtype and x.numel() >= LEAST * self.weight.shape[1]
         return alike and not torch.compiler.is_compiling()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
