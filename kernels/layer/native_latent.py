@@ -47,16 +47,16 @@ def reads_latent(
     as `by_head` takes it.
     """
     lies = key.is_contiguous() and all(norm.is_contiguous() for norm in norms)
-    lies = lies and (value.is_contiguous() or value.transpose(1, 2).is_contiguous())
+    lies = lies and (value.is_contiguous() or value.mT.is_contiguous())
     held = (key, value, *norms)
     ours = dtype in FLOATS and all(t.dtype == dtype and t.device.type == "cpu" for t in held)
     return lies and ours and _BINDING.usable()
 
 
 def by_head(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """Multiply x [B, S, H, I], last dim contiguous, by each head's own matrix [H, I, O],
-    contiguous or that of a contiguous [H, O, I] across: [B, S, H, O], new. Sums are float32 and rounded once. Results do not depend on the
-    number of threads. Raises MemoryError where x finds no room.
+    """Multiply x [B, S, H, I], last dim contiguous, by each head's own matrix [H, I, O], contiguous
+    or a contiguous [H, O, I] across: [B, S, H, O], new. Sums are float32 and rounded once. Results
+    do not depend on the number of threads. Raises MemoryError where x finds no room.
     """
     batch, length, heads, inputs = x.shape
     outputs = matrices.shape[2]

@@ -10,12 +10,20 @@ from hypothesis import strategies as st
 from engine.model.config.latent import Latent
 from engine.model.heads.latent import EPS, LatentHeads
 from engine.model.heads.latent import by_head as torchs
+from kernels.layer import native_latent
 from kernels.layer.native_latent import by_head, latent_heads, reads_latent
 from kernels.layer.native_step import rotate_store
 from kernels.native.library import missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled():
+    assert native_latent._BINDING.usable(), native_latent._BINDING.fault
+
+
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
 
 

@@ -8,11 +8,17 @@ from hypothesis import strategies as st
 
 from kernels.launch.isa import ARM_SETS, isa, multiplies
 from kernels.layer.linear import pack_linear
+from kernels.layer.many import strips
 from kernels.layer.many.strips import LEAST, StripProduct, strips_multiply
 from kernels.native.library import missing, native
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled():
+    assert strips._BINDING.usable(), strips._BINDING.fault
 
 
 def close(found, x, weight, bias, dtype):

@@ -7,6 +7,7 @@ import torch
 
 from kernels.launch.softmax import PLAIN, Softmax
 from kernels.native.library import missing
+from kernels.select.window import native
 from kernels.select.window.native import score_window, scores_window
 from kernels.select.window_scores import window_scores
 from tests.kernels.support.kernel_checks import check_window
@@ -14,6 +15,13 @@ from tests.kernels.support.softmax_checks import check_window_scores
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled():
+    assert native._BINDING.usable(), native._BINDING.fault
+
+
 # a tile has 64 keys, a split 1,024, a vector 4, 8 or 16 queries
 LENGTHS = ([1, 2, 15], [16, 17, 63], [64, 65, 127], [1023, 1024, 1025], [2049, 131, 7])
 
