@@ -8,7 +8,8 @@ run, they multiply few rows by a weight as it is stored (kernels/layer/native_pr
 below are for more rows then, and for machines without a compiler. Beside them no copy is worth it:
 in large pages (kernels/native/pages.py) they read weights of 15 to 117 MB at 24 to 26 GB/s for one
 row where oneDNN's copy is read at 13 to 16. Prefill multiplies many rows and is bound by
-arithmetic: there `F.linear` is as good as any.
+arithmetic: there `F.linear` is as good as any, but for float32 on CPUs that are not Intel's and for
+16 bits that a CPU emulates (kernels/layer/many/).
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ import kernels.index.learn
 import kernels.index.step
 import kernels.kept.noisy
 import kernels.kept.stream
+import kernels.layer.many.strips
 import kernels.layer.many.tiles
+import kernels.layer.native_latent
 import kernels.layer.native_step
 import kernels.recurrent.conv
 import kernels.recurrent.delta  # prompts and steps at seams
@@ -20,6 +22,7 @@ import kernels.recurrent.gates
 import kernels.recurrent.ssd
 import kernels.select.drop
 import kernels.select.turns
+import kernels.select.window.native
 import kernels.sketch.agreement
 import kernels.sketch.channel_bounds
 import kernels.sketch.drawn

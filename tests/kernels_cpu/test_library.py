@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from kernels.attention import native as attention
-from kernels.layer import native_product, native_step
+from kernels.layer import native_latent, native_product, native_step
+from kernels.layer.many import strips
 from kernels.native import cache, compilers, library
 from kernels.native.amx import TILES
 from kernels.prefill import native as prefill
@@ -101,6 +102,8 @@ WRONG = [
     (attention, "head_most", attention._FLOATS),
     (prefill, "attend_prompt", prefill._BINDING),
     (native_product.Product, "__call__", native_product._BINDING),
+    (strips.StripProduct, "__call__", strips._BINDING),
+    (native_latent, "by_head", native_latent._BINDING),
     (native_step, "normalize_rows", native_step._BINDING),
     (native_step, "rotate_store", native_step._BINDING),
     (quant, "product", quant._BINDING),

@@ -22,6 +22,7 @@ import kernels.kept.noisy
 import kernels.kept.step
 import kernels.kept.stream
 import kernels.layer.linear
+import kernels.layer.native_latent
 import kernels.layer.native_step
 import kernels.prefill.dense
 import kernels.quant.linear
@@ -34,6 +35,7 @@ import kernels.select.drop
 import kernels.select.page_bounds
 import kernels.select.topk
 import kernels.select.turns
+import kernels.select.window.native
 import kernels.sketch.agreement
 import kernels.sketch.channel_bounds
 import kernels.sketch.codes
