@@ -1,1 +1,1 @@
-"""What scores rows by a window of queries: Triton's first pass, and the C++ kernel."""
+"""The scores of a window of queries by the C++ kernel (kernels/select/window_scores.py)."""
