@@ -17,8 +17,8 @@ from kernels.launch.triton import tl, triton
 from kernels.rows.forms import is_packed, key_floats, wide_stored_queries
 from kernels.rows.int4_tiles import columns
 from kernels.rows.tiles import key_product, load_keys, scaled_logits
-from kernels.select.window_lse import launch_window_lse, window_rows
 from kernels.select.window.native import score_window, scores_window
+from kernels.select.window_lse import launch_window_lse, window_rows
 
 
 def window_scores_ref(
