@@ -24,13 +24,13 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.bank.base import Bank
+from engine.bank.base import Attends, Bank
 from engine.base.errors import EngineError, OutOfHostMemory
 from engine.exact.draft_length import DraftLength
 from engine.exact.prompt_lookup import PromptLookup
 from engine.forward.graphs import GraphedStep
 from engine.methods.base import Method
-from engine.methods.exact import MOST_DRAFTS, Exact, ExactRuntime, Kept
+from engine.methods.exact import MOST_DRAFTS, Chooses, Exact, ExactRuntime, Kept
 from engine.methods.window_recompute import WindowRecompute
 from engine.model.share.divide import whole_of
 from engine.plan.exact_costs import ExactCosts
@@ -39,6 +39,7 @@ from engine.runner.recompute.runner import RecomputeRunner
 from engine.runner.state import SessionState
 from engine.runner.step_runner import StepKind, StepRunner
 
+REGION = 1024  # tokens for which costs say who chooses
 LOOKUP_PRIOR = 0.5  # acceptance that is assumed of a text that occurred before
 
 
@@ -56,6 +57,21 @@ class Cycle:
     changes: int
     source: DraftLength
     accepted: int = 0
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a verification chose for the next cycle's drafts. first, last: tokens in the session
+    after the first and the last one that it took; changes: the query ring's, then.
+    """
+
+    first: int
+    last: int
+    changes: int
+
+    def serves(self, n: int, changes: int) -> bool:
+        """Whether it is of the cycle before the one that the n-th token begins."""
+        return changes == self.changes and self.first < n <= self.last + 1
 
 
 def runner_of(
@@ -89,7 +105,11 @@ class ExactRunner(StepRunner):
         needs = self._drafter.needs
         self._own_draft = self.issued_by(self._drafter, needs, self.token, method.early_exit)
         self._kept_draft = self.issued_by(self._kept, needs, self.token)
-        self._verify_steps: dict[int, GraphedStep] = {}
+        self._chooses = Chooses(self._drafter)
+        self._verify_steps: dict[tuple[int, bool], GraphedStep] = {}
+        self._chosen: Chosen | None = None
+        self._chose = True  # whether the cycle's first draft step chose
+        self._by_verifier: tuple[int, bool] = -1, False
         placement = bank.placement
         self._costs = ExactCosts.of(
             whole_of(loaded.config),
@@ -160,7 +180,7 @@ class ExactRunner(StepRunner):
             return self._verify(n, drafts, source, cost)
         except BaseException:
             self._cycle = None
-            self._drafter.truncate(n - 1)
+            self._forget(n)
             raise
 
     # ---------------------------------------------------------------- handing out
@@ -190,11 +210,14 @@ class ExactRunner(StepRunner):
         """(drafts of what follows the n-th token, who made them, what the cycle costs)."""
         dense = self.dense_runtime.rows_read(n)
         own, kept = self._draft_rows(n)
-        early = self._method.early_exit > 0
+        early, verifier = self._method.early_exit > 0, self._verifier_chooses(n)
         first, later = self._costs.draft(own, True), self._costs.draft(kept, early)
+        # a length is chosen by the cycles that will follow, whose choice is there
+        begins = 0.0 if not verifier or self._serves(n) else first - later
+        first = later if verifier else first
 
         def copied(d: int) -> float:
-            return self._costs.full(dense, d + 1)
+            return self._costs.full(dense, d + 1, verifier and d > 0)
 
         def drafted(d: int) -> float:
             return copied(d) + (first + later * (d - 1) if d else 0.0)
@@ -205,7 +228,29 @@ class ExactRunner(StepRunner):
         if not count:
             return [], self._by_drafter, self._costs.full(dense)
         drafts = self._guess(n, count)
-        return drafts, self._by_drafter, drafted(len(drafts))
+        return drafts, self._by_drafter, drafted(len(drafts)) + begins
+
+    def _verifier_chooses(self, n: int) -> bool:
+        """Whether verifications choose what drafts read, at this length: the same on every rank."""
+        region = n // REGION
+        if region != self._by_verifier[0]:
+            read = max(self._drafter.kept_rows(n))
+            draft = self._method.draft
+            most, fixed = (MOST_DRAFTS, False) if draft == "auto" else (int(draft), True)
+            given = self._costs, n, read, most, fixed
+            on_host = any(map(self.bank.on_host, range(self.plan.num_layers)))
+            self._by_verifier = region, not on_host and self._method.verifier_chooses(*given)
+        return self._by_verifier[1]
+
+    def _serves(self, n: int) -> bool:
+        """Whether the cycle before has chosen for the one that the n-th token begins."""
+        chosen = self._chosen
+        return chosen is not None and chosen.serves(n, self._query_ring.changes)
+
+    def _forget(self, n: int) -> None:
+        """The drafter takes back its rows from the n-th on, and whatever was chosen."""
+        self._chosen = None
+        self._drafter.truncate(n - 1)
 
     def _wanted(
         self, n: int, copied: Callable[[int], float], drafted: Callable[[int], float]
@@ -254,13 +299,16 @@ class ExactRunner(StepRunner):
         return self._lookup.drafts(self._session.ids, self._fed, most)
 
     def _guess(self, n: int, count: int) -> list[int]:
-        """At most `count` drafts by the method's sparse steps: the first chooses, the others read
-        what it chose; or by steps that end early. Fewer after an end token, or where host memory
-        ends.
+        """At most `count` drafts by the method's sparse steps: where no verification has chosen,
+        the first chooses, the others read what is chosen; or by steps that end early. Fewer after
+        an end token, or where host memory ends.
         """
         sampler, bank = self._session.sampler, self.bank
         drafts: list[int] = []
         ends, token, step = self._loaded.end_token_ids, self._fed, self._own_draft
+        self._chose = not self._serves(n)
+        if not self._chose:
+            step = self._kept_draft
         with nullcontext() if sampler is None else sampler.drafting() as guess:
             for m in range(n, n + count):
                 if not self._has_room(m):
@@ -279,7 +327,7 @@ class ExactRunner(StepRunner):
                     break
         self._exact.note_choice()
         # the rows that the drafter saw from here on are provisional
-        self._drafter.truncate(n - 1)
+        self._forget(n)
         bank.before_step(n)
         return drafts
 
@@ -312,28 +360,36 @@ class ExactRunner(StepRunner):
         while last < n + len(drafts) and self._has_room(last + 1):
             last += 1
         drafts = drafts[: last - n]
-        step = self._verify_step(1 + len(drafts))
+        chooses = self._verifier_chooses(n)
+        step = self._verify_step(1 + len(drafts), chooses)
         step.token.copy_(torch.tensor([[self._fed, *drafts]]))
         self.length.fill_(n - 1)
         logits = step(last)[0]
         # what lies beyond the fed token is nobody's until it is fed too
         bank.before_step(n)
         self._cycle = Cycle(drafts, logits, n, self._query_ring.changes, source)
+        if chooses:
+            self._kept.tail_start.copy_(self._drafter.tail_start(self.at(last)))
+            self._chosen = Chosen(n, last, self._query_ring.changes)
         rows = self.dense_runtime.rows_read(last)
         if source is self._by_drafter:
             own, kept = self._draft_rows(n)
-            more = len(drafts) - 1
-            rows = [a + b + more * c for a, b, c in zip(rows, own, kept)]
+            first, more = own if self._chose else kept, len(drafts) - 1
+            rows = [a + b + more * c for a, b, c in zip(rows, first, kept)]
         self._count(n, len(drafts), cost, rows)
         return logits[0]
 
-    def _verify_step(self, width: int) -> GraphedStep:
-        """The step of full attention over `width` tokens, made when first asked for."""
-        if width not in self._verify_steps:
+    def _verify_step(self, width: int, chooses: bool) -> GraphedStep:
+        """The step of full attention over `width` tokens, made when first asked for. chooses:
+        whether it does, for the next cycle.
+        """
+        key = width, chooses
+        if key not in self._verify_steps:
             token = torch.zeros(1, width, dtype=torch.int64, device=self.token.device)
+            attends: Attends = self._chooses if chooses else self.dense_runtime
             needs = self.dense_runtime.needs
-            self._verify_steps[width] = self.issued_by(self.dense_runtime, needs, token)
-        return self._verify_steps[width]
+            self._verify_steps[key] = self.issued_by(attends, needs, token)
+        return self._verify_steps[key]
 
     def _count(self, n: int, drafts: int, cost: float, rows: list[int]) -> None:
         counters = self._session.counters

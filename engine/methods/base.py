@@ -71,6 +71,11 @@ class Method:
         """Why exact mode (engine/methods/exact.py) cannot draft with this method, or ""."""
         return "it selects no tokens to read"
 
+    @property
+    def chooses_verified(self) -> bool:
+        """Whether its runtime's `attend_verified` chooses what `attend_kept` reads."""
+        return False
+
     def completed(self, filter_layers: Callable[[], FilterLayers]) -> Method:
         """The method with the filter layers that `filter_layers` finds, where it has none."""
         return self
@@ -442,6 +447,12 @@ class Runtime:
         tail_start [B] on; no layer chooses. A method that cannot keep its choice chooses anew.
         """
         return self.attend(layer, q, step)
+
+    def attend_verified(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention of a verification, q [1, Q, H, D], to everything, of which `attend_kept` reads
+        what the last query chose, where Method.chooses_verified says so.
+        """
+        return self.attend_dense(layer, q, step)
 
     def kept_rows(self, n: int) -> list[int]:
         """Bank tokens that each layer reads in `attend_kept` at n tokens."""

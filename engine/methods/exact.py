@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from engine.bank.base import Step
-from engine.base.checks import boolean, is_integer
+from engine.base.checks import boolean, is_integer, one_of
 from engine.base.device import carried
 from engine.base.errors import SettingError
 from engine.methods.base import Method, Runtime, Setup
@@ -35,6 +35,7 @@ from engine.plan.filter_layers import FilterLayers
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
 
+CHOOSERS = ("auto", "drafter", "verifier")
 MOST_DRAFTS = 7  # a step takes up to 8 tokens: the one that is fed, and its drafts
 
 
@@ -44,7 +45,9 @@ class Exact(Method):
     to 7, or "auto": as many as pay, by the acceptance so far and counted bytes. lookup: draft also
     what followed the newest three tokens where they occurred before, where that has paid more.
     early_exit: draft by full attention in so many first layers and the head, with method Full(); 0:
-    by the method.
+    by the method. chooser: who chooses what drafts read: "drafter", whose first step does;
+    "verifier", the cycle before's verification, so that no draft reads a whole layer; "auto":
+    whoever is counted to be faster.
 
     Raises SettingError for a method that cannot draft: one that evicts, reads prompts its own way,
     or reads everything.
@@ -54,6 +57,7 @@ class Exact(Method):
     draft: int | str = "auto"
     lookup: bool = True
     early_exit: int = 0
+    chooser: str = "auto"
 
     named = False  # made from another method: --exact, /method exact
     full_prompts = True
@@ -83,6 +87,12 @@ class Exact(Method):
             )
 
         boolean("lookup", self.lookup)
+        one_of("chooser", self.chooser, CHOOSERS)
+        if self.chooser == "verifier" and not method.chooses_verified:
+            raise SettingError(
+                f"chooser: found 'verifier', but {method.name} with these settings chooses in its "
+                "own steps; leave chooser out, or use omnikv with selector='last' and no residual"
+            )
 
     def completed(self, filter_layers: Callable[[], FilterLayers]) -> Method:
         """With the inner method completed; Full() where that has no sparse layer for this model."""
@@ -137,7 +147,9 @@ class Exact(Method):
         needs = self.needs(plan, config, context, itemsize)
         read = min(context, needs.selected + needs.tail)
         most = MOST_DRAFTS if self.draft == "auto" else int(self.draft)
-        drafts, gain = costs.predicted(context, read, most, fixed=self.draft != "auto")
+        fixed = self.draft != "auto"
+        verifier = self.verifier_chooses(costs, context, read, most, fixed)
+        drafts, gain = costs.predicted(context, read, most, fixed, verifier=verifier)
         line = (
             f"full attention's text; {drafts} drafts a step, of which 4 in 5 are right, write "
             f"{gain:.2f} times as fast as full attention at {context} tokens (counted)"
@@ -149,6 +161,19 @@ class Exact(Method):
             line += f"; {self.method.name} alone {alone:.1f} times, as verification streams the "
             line += "offloaded layers"
         return line
+
+    def verifier_chooses(
+        self, costs: ExactCosts, context: int, read: int, most: int, fixed: bool
+    ) -> bool:
+        """Whether verifications choose what drafts read at `context` tokens; the other arguments
+        are those of `costs.predicted`. Where layers lie in host memory, the drafter's steps do.
+        """
+        if self.chooser == "drafter" or not self.method.chooses_verified or costs.offloaded:
+            return False
+        if self.chooser == "verifier":
+            return True
+        given = context, read, most, fixed
+        return costs.predicted(*given, verifier=True)[1] > costs.predicted(*given)[1]
 
     def validate(self, plan: LayerPlan) -> None:
         """Raise SettingError where the inner method has no sparse layer: nothing could draft."""
@@ -262,4 +287,21 @@ class Kept:
 
     def attend_local(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Attention in a sliding-window layer, which nobody drafts."""
+        return self.drafter.attend_local(layer, q, step)
+
+
+class Chooses:
+    """A runtime of verifications that choose what the next cycle's drafts read."""
+
+    by_part: Sequence[Runtime] = ()  # as Kept's
+
+    def __init__(self, drafter: Runtime):
+        self.drafter = drafter
+
+    def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention of q [1, Q, H, D] to everything -> the same shape."""
+        return self.drafter.attend_verified(layer, q, step)
+
+    def attend_local(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention in a sliding-window layer, which chooses nothing."""
         return self.drafter.attend_local(layer, q, step)

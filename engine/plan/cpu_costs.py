@@ -22,7 +22,8 @@ class CpuCosts:
     that of a row which a sparse layer gathers and reads; query, what a further token of a step adds
     to the layer's attention, per query head of a K/V head. kv: a byte of K and V in units of a byte
     of weights; weight: what a further token of a step adds to the weight products. choice: bytes
-    that a dense layer reads while one filter layer's tokens are chosen and handed on.
+    that a dense layer reads while one filter layer's tokens are chosen and handed on. scored: what
+    leaving the last token's scores adds to a layer of several tokens, beside one token's.
     """
 
     filter: float
@@ -31,13 +32,14 @@ class CpuCosts:
     kv: float = 1.0
     weight: float = 0.0
     choice: int = 0
+    scored: float = 0.0
 
 
 # AMX and CPUs of other makes: filter and row are what was assumed for every CPU before, the others
 # were measured with avx512_bf16 (docs/EXACT.md)
 _OTHER = {
-    2: CpuCosts(filter=1.5, row=3.0, query=0.06, kv=2.5, weight=0.05),
-    4: CpuCosts(filter=1.5, row=3.0, query=0.09, kv=1.6, weight=0.5),
+    2: CpuCosts(filter=1.5, scored=1.5, row=3.0, query=0.06, kv=2.5, weight=0.05),
+    4: CpuCosts(filter=1.5, scored=1.5, row=3.0, query=0.09, kv=1.6, weight=0.5),
 }
 # torch's operators, by instruction set and bytes of an element (2: bfloat16 and float16, whichever
 # is worse); filter and row are the worst of two machines; query, kv and weight are bfloat16's and
@@ -45,25 +47,25 @@ _OTHER = {
 # estimates
 COSTS = {
     "default": {
-        2: CpuCosts(filter=2.0, row=3.0, query=0.09, kv=2.0, weight=1.1),
-        4: CpuCosts(filter=1.35, row=3.0, query=0.09, kv=1.6, weight=0.5),
+        2: CpuCosts(filter=2.0, scored=2.0, row=3.0, query=0.09, kv=2.0, weight=1.1),
+        4: CpuCosts(filter=1.35, scored=1.35, row=3.0, query=0.09, kv=1.6, weight=0.5),
     },
     "avx2": {
-        2: CpuCosts(filter=1.45, row=4.0, query=0.06, kv=2.5, weight=0.63),
-        4: CpuCosts(filter=1.25, row=3.7, query=0.09, kv=1.6, weight=0.5),
+        2: CpuCosts(filter=1.45, scored=1.45, row=4.0, query=0.06, kv=2.5, weight=0.63),
+        4: CpuCosts(filter=1.25, scored=1.25, row=3.7, query=0.09, kv=1.6, weight=0.5),
     },
     "avx512": {
-        2: CpuCosts(filter=1.25, row=4.0, query=0.06, kv=2.0, weight=0.75),
-        4: CpuCosts(filter=1.25, row=3.7, query=0.09, kv=1.6, weight=0.5),
+        2: CpuCosts(filter=1.25, scored=1.25, row=4.0, query=0.06, kv=2.0, weight=0.75),
+        4: CpuCosts(filter=1.25, scored=1.25, row=3.7, query=0.09, kv=1.6, weight=0.5),
     },
     "avx512_bf16": {
-        2: CpuCosts(filter=1.25, row=4.0, query=0.06, kv=2.5, weight=0.05),
-        4: CpuCosts(filter=1.25, row=3.7, query=0.09, kv=1.6, weight=0.5),
+        2: CpuCosts(filter=1.25, scored=1.25, row=4.0, query=0.06, kv=2.5, weight=0.05),
+        4: CpuCosts(filter=1.25, scored=1.25, row=3.7, query=0.09, kv=1.6, weight=0.5),
     },
 }
 # our C++ kernels, which read chosen rows where they lie; beside attention that is this fast
 # choosing shows. The worst of two shapes, as above (benchmarks/results/exact/kernels-tiles-*)
-_CHOICE = CpuCosts(filter=1.3, row=1.7, choice=1_000_000)
+_CHOICE = CpuCosts(filter=1.3, row=1.7, choice=1_000_000, scored=0.3)
 _PAIRS = {
     2: replace(_CHOICE, query=0.1, kv=1.6, weight=0.15),
     4: replace(_CHOICE, query=0.12, kv=1.3, weight=0.17),

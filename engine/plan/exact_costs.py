@@ -19,8 +19,10 @@ from engine.plan.layers import LayerPlan, Role
 LINK = 40.0
 # share of a draft's selected rows that no slot holds (docs/OFFLOAD.md: 0.2 to 0.3 at 4 slots)
 MISSES = 0.3
-# shares of drafts whose first 1, 2, ... 7 tokens are accepted, where four in five are
+# shares of drafts whose first 1, 2, ... 7 tokens are accepted, where four in five are; and what is
+# left of each where verification chose what they read (docs/EXACT.md)
 FOUR_IN_FIVE = tuple(0.8**i for i in range(1, 8))
+CHOSEN_BEFORE = 0.92
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,20 @@ class ExactCosts:
         of_rows = size, config.group, factors, far, experts, windows, local
         return cls(layers, weights, *of_rows, part, early)
 
-    def full(self, rows: Sequence[int], tokens: int = 1) -> float:
-        """A step of full attention over `tokens` tokens. rows: bank rows by layer."""
+    def full(self, rows: Sequence[int], tokens: int = 1, chooses: bool = False) -> float:
+        """A step of full attention over `tokens` tokens. rows: bank rows by layer. chooses: whether
+        its filter layers do, by the last token's scores.
+        """
         more, f = tokens - 1, self.factors
         read = sum(
             n * (LINK if layer in self.offloaded else 1.0)
             for layer, n in enumerate(self._wide(rows))
         )
         attention = f.kv * self.row * read * (1 + f.query * self.group * more)
+        if chooses:
+            roles = zip(rows, self.layers.roles)
+            scored = sum(n for n, role in roles if role is Role.FILTER)
+            attention += f.kv * self.row * scored * f.scored
         return self.weights * (1 + f.weight * more) + self.experts * more + attention
 
     def draft(self, rows: Sequence[int], chooses: bool) -> float:
@@ -113,18 +121,21 @@ class ExactCosts:
         most: int,
         fixed: bool = False,
         reached: Sequence[float] = FOUR_IN_FIVE,
+        verifier: bool = False,
     ) -> tuple[int, float]:
         """(drafts, times full attention's speed) of the length up to `most` that pays best at
         `context` tokens; fixed: of `most` drafts.
 
         read: rows that a sparse layer reads. reached: shares of drafts whose first 1, 2, ... 7
-        tokens are all accepted.
+        tokens are all accepted. verifier: whether verifications choose what drafts read.
         """
         dense, first, later = self._steps(context, read)
+        if verifier:
+            first, reached = later, [share * CHOSEN_BEFORE for share in reached]
 
         def gain(drafts: int) -> float:
             tokens = 1 + sum(reached[:drafts])
-            cost = self.full(dense, drafts + 1)
+            cost = self.full(dense, drafts + 1, verifier and drafts > 0)
             if drafts:
                 cost += first + later * (drafts - 1)
             return tokens * self.full(dense) / cost

@@ -159,11 +159,9 @@ def decode_dense_native(
     for b, n in enumerate(lengths.tolist()):
         rows = k[b, :, :n], v[b, :, :n]
         if n:
-            found = attend_scored_natively(
-                q[b, -1:], rows[0], rows[1], scale, scores[b, :n], kind, held, softmax, parts
-            )
-            out[b, -1:] = found
-        if not n or q.shape[1] > 1:
+            left = scores[b, :n], kind, held, softmax, parts
+            out[b] = attend_scored_natively(q[b], *rows, scale, *left)
+        else:
             out[b], _ = attend(q[b], *rows, scale, softmax=softmax, parts=parts, narrow=True)
     return out
 

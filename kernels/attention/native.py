@@ -279,17 +279,18 @@ def attend_scored_natively(
     softmax: Softmax = PLAIN,
     parts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attend_scored` of kernels/attention/cpu.py: q [1, H, D]; k, v [Hkv, n, D], n >= 1; scores
-    [n] float32 takes the head maxima (`kind` "softmax" or "raw"). held: float32 of at least H * n
-    elements for the logits, or None (allocates); parts: as in `attend`. Returns out [1, H, D] in
-    q.dtype. Mutates scores, held and parts. Raises what `attend` does.
+    """`attend_scored` of kernels/attention/cpu.py, of Q <= 8 queries: q [Q, H, D]; k, v
+    [Hkv, n, D], n >= 1; scores [n] float32 takes the head maxima of the last query (`kind`
+    "softmax" or "raw"). held: float32 of at least H * n elements for its logits, or None
+    (allocates); parts: as in `attend`. Returns out [Q, H, D] in q.dtype. Mutates scores, held and
+    parts. Raises what `attend` does.
     """
     heads, rows = q.shape[1], k.shape[1]
     if held is None or held.numel() < heads * rows:
         held = torch.empty(heads * rows)
     found, lse = attend(q, k, v, scale, logits=held, softmax=softmax, parts=parts, narrow=True)
     logits = held[: heads * rows].view(heads, rows)
-    head_most(logits, lse if kind == "softmax" else None, scores)
+    head_most(logits, lse[-1].contiguous() if kind == "softmax" else None, scores)
     return found
 
 

@@ -207,12 +207,12 @@ template <> struct Decoded<Int4Values> : DecodedInt8<Int4Values> {};
 
 // T queries attend to one block more; query r sees rows below limit[r]. logs [count] or NULL is added to
 // the rows' logits. out [T][dim] is the weighted sum so far, not divided, best and sum [T] the largest
-// logit and the sum of weights. logits [T][ahead] or NULL takes logits of all rows. out NULL: values are
-// not read. next: the block
-// whose rows are fetched meanwhile, NULL: this one's.
+// logit and the sum of weights. logits [T - silent][ahead] or NULL takes logits of all rows of the queries from
+// `silent` on. out NULL: values are not read. next: the block whose rows are fetched meanwhile, NULL: this
+// one's.
 template <class K, class V, int T>
 static void attend_tile(const float *q, const Block &block, int dim, float scale, float cap, const float *logs,
-                        const int *limit, float *out, float *best, float *sum, float *logits, long ahead,
+                        const int *limit, float *out, float *best, float *sum, float *logits, long ahead, int silent = 0,
                         const Block *next = nullptr) {
     alignas(64) float l[T * BLOCK];
     const bool theirs = next && next->count >= block.count;
@@ -238,7 +238,8 @@ static void attend_tile(const float *q, const Block &block, int dim, float scale
             store(x + i, load(x + i) * (K::scaled ? load(scales + i) * scale : all(scale)));
         for (int i = 0; cap && i < up; i += W) store(x + i, capped(load(x + i), cap));
         for (int i = 0; logs && i < count; i++) x[i] += logs[i];
-        if (logits) memcpy(logits + r * ahead + block.first, x, sizeof(float) * count);
+        if (logits && r >= silent)
+            memcpy(logits + (r - silent) * ahead + block.first, x, sizeof(float) * count);
         for (int i = limit[r] > block.first ? limit[r] - block.first : 0; i < up; i++) x[i] = -INFINITY;
         for (int i = count; i < up; i++) x[i] = -INFINITY;
         Floats top = all(best[r]);
@@ -313,20 +314,20 @@ static void attend_split(const Call &c, int head, int s) {
         if (c.out) block.value_scales = values.take(block.values, block.count, c.dim);
         const float *logs = c.logs ? c.logs + run.start + t : nullptr;
         for (int r = 0; r < rows;) {
-            // a tile holds queries that all leave their logits, or none
-            const int until = c.logits && r < last ? last : rows;
             // five to seven are left to four and the rest: each count takes a second to compile
-            const int left = until - r, tile = left >= MOST ? MOST : left > 4 ? 4 : left;
+            const int left = rows - r, tile = left >= MOST ? MOST : left > 4 ? 4 : left;
             int limit[MOST];
             for (int i = 0; i < tile; i++) limit[i] = visited - (c.queries - 1 - (r + i) / c.group);
+            const int silent = r < last ? last - r : 0;  // queries of the tile that leave no logits
             float *logits = nullptr;
-            if (c.logits && r >= last) logits = c.logits + ((long)head * c.group + r - last) * c.ahead;
+            if (c.logits && silent < tile)
+                logits = c.logits + ((long)head * c.group + r + silent - last) * c.ahead;
             const float *q = c.q + ((long)head * rows + r) * c.dim;
             float *out = c.out ? part + (long)r * c.dim : nullptr, *best = bests + r, *sum = sums + r;
 #define ATTEND(T)                                                                 \
     attend_tile<typename Decoded<K>::Rows, typename Decoded<V>::Rows, T>(          \
         q, block, c.dim, c.scale, c.cap, logs, limit, out, best, sum, logits, c.ahead,     \
-        r && more ? &turns[!turn] : nullptr)
+        silent, r && more ? &turns[!turn] : nullptr)
             switch (tile) {
 #if defined(__AVX512F__)
             case 8: ATTEND(8); break;

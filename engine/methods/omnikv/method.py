@@ -52,6 +52,11 @@ class OmniKV(Settings):
             return "its prompt must be read densely; leave prefill_ratio and dense_layers out"
         return ""
 
+    @property
+    def chooses_verified(self) -> bool:
+        # a verification has its last query's scores, and no others' ways
+        return type(self) is OmniKV and self.selector == "last" and self.residual == "none"
+
     def completed(self, filter_layers: Callable[[], FilterLayers]) -> Method:
         """With the model's filter layers where none were given; Full() where it has none."""
         if self.filter_layers is not None:

@@ -118,6 +118,12 @@ class OmniKVRuntime(Runtime):
         """
         return self._over(layer, self.plan.kept_group(layer), q, step, tail_start)
 
+    def attend_verified(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """Filter layers choose by the last query's scores, in the pass that attends."""
+        if self.plan.roles[layer] is Role.FILTER and self._members(layer):
+            return self.attend_and_select(layer, q, step)
+        return self.attend_dense(layer, q, step)
+
     def _over(
         self, layer: int, group: int, q: torch.Tensor, step: Step, tail_start: torch.Tensor
     ) -> torch.Tensor:

@@ -1,9 +1,11 @@
-"""Drafts whose selection verification has made: exact scores of the newest verified token's query,
-in every layer or in the filter layers. A simulation, beside exact mode as it is: verification runs
-one token at a time, every step with its scores.
+"""Drafts whose selection verification has made, from exact scores of verified tokens' queries. A
+simulation, beside exact mode as it is: verification runs one token at a time, every step with its
+scores. Controls: a selection that is some tokens old, and one by chance.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 import torch
 
@@ -20,13 +22,27 @@ from tools.studies.exact.starts import Known
 class Verifier:
     """Full attention that notes, in the layers `scored`, the k tokens with the highest scores
     before the tail, one selection a layer.
+
+    old: tokens by which the scores precede the newest verified one. among: newest tokens whose
+    scores' maximum is ranked. chance: rank random numbers instead.
     """
 
-    def __init__(self, runner: ExactRunner, scored: list[int]):
+    def __init__(
+        self,
+        runner: ExactRunner,
+        scored: list[int],
+        old: int = 0,
+        among: int = 1,
+        chance: bool = False,
+    ):
         drafter: OmniKVRuntime = runner.runtime.drafter  # type: ignore[attr-defined]
         self.dense, self.drafter, self.scored = runner.dense_runtime, drafter, scored
+        self.old, self.among, self.chance = old, among, chance
         self.index = {layer: torch.empty_like(drafter.index[0]) for layer in scored}
         self.counts = {layer: torch.zeros_like(drafter.counts[0]) for layer in scored}
+        self.past: dict[int, deque[torch.Tensor]] = {
+            layer: deque(maxlen=old + among) for layer in scored
+        }
         self.tail_start = torch.zeros(1, dtype=torch.int32)
 
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
@@ -41,9 +57,18 @@ class Verifier:
             q, k, v, step.visible, drafter.scale, scores, kind, scratch=setup.scratch
         )
         self.tail_start.copy_(drafter.tail_start(step))
+        start = int(self.tail_start)
+        past = self.past[layer]
+        past.append(scores[:, :start].clone())
+        ranked = torch.zeros_like(scores)
+        for one in list(past)[: self.among]:
+            n = min(one.shape[1], start)
+            ranked[:, :n] = torch.maximum(ranked[:, :n], one[:, :n])
+        if self.chance:
+            ranked = torch.rand_like(scores)
         index, counts = self.index[layer][:, 0], self.counts[layer]
         select_topk(
-            scores, drafter.zero, self.tail_start, drafter.k_device, index, counts, setup.scratch
+            ranked, drafter.zero, self.tail_start, drafter.k_device, index, counts, setup.scratch
         )
         return out
 
@@ -78,12 +103,13 @@ class Frozen:
 
 
 class FrozenDrafts:
-    """Drafts for tools.studies.exact.starts.accepted. every: each layer has a selection of its own,
-    else the filter layers'.
+    """Drafts for tools.studies.exact.starts.accepted. roles: of the layers that have a selection of
+    their own; the rest as Verifier's.
     """
 
-    def __init__(self, every: bool):
-        self.every = every
+    def __init__(self, *roles: Role, old: int = 0, among: int = 1, chance: bool = False):
+        self.roles = roles
+        self.old, self.among, self.chance = old, among, chance
         self._runner: ExactRunner | None = None
 
     def __call__(self, runner: ExactRunner, n: int, known: Known) -> int:
@@ -92,9 +118,8 @@ class FrozenDrafts:
         if first:
             self._runner = runner
             roles = runner.plan.roles
-            filters = [layer for layer, role in enumerate(roles) if role is Role.FILTER]
-            scored = list(range(len(roles))) if self.every else filters
-            verifier = Verifier(runner, scored)
+            scored = [layer for layer, role in enumerate(roles) if role in self.roles]
+            verifier = Verifier(runner, scored, self.old, self.among, self.chance)
             needs = runner.dense_runtime.needs
             # the session's own steps are verification's from now on
             runner._dense_step = runner.issued_by(verifier, needs, runner.token)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import LLM, Full, OmniKV, SamplingParams
+from engine.plan.layers import Role
 from tools.common.documents import texts
 from tools.studies.exact.coupling import coupling
 from tools.studies.exact.frozen import FrozenDrafts
@@ -20,8 +21,13 @@ KINDS = ("prose", "code", "key-value")
 # (tools/studies/exact/frozen.py)
 CHOICES = {
     "first draft": own_drafts,
-    "verified, every layer": FrozenDrafts(True),
-    "verified, filter layers": FrozenDrafts(False),
+    "verified, every layer": FrozenDrafts(*Role),
+    "verified, filter layers": FrozenDrafts(Role.FILTER),
+    "verified, full and filter layers": FrozenDrafts(Role.FULL, Role.FILTER),
+    "verified, filter layers, of three": FrozenDrafts(Role.FILTER, among=3),
+    "verified, full and filter layers, of three": FrozenDrafts(Role.FULL, Role.FILTER, among=3),
+    "verified, filter layers, 4 tokens old": FrozenDrafts(Role.FILTER, old=4),
+    "by chance": FrozenDrafts(Role.FILTER, chance=True),
 }
 
 
