@@ -20,8 +20,8 @@ constexpr int MOST = 4;
 constexpr int AHEAD = 48;   // rows between the one that is read and the one that is fetched
 
 // Products of T queries q [T][dim] with the keys `rows`: l [T][BLOCK]. later: a row to fetch for each of them.
-template <class K, int T>
-INLINE void logits_of(const float *q, const char *const *rows, const char *const *later, int count, int dim, float *l) {
+template <class K, int T, class L>
+INLINE void logits_of(const float *q, const char *const *rows, L later, int count, int dim, float *l) {
     // rows whose sums are in registers: with one, a sum waits for itself
     constexpr int BESIDE = T * 4 <= (W == 8 ? 12 : 16) ? 4 : 2;
     int t = 0;
@@ -54,8 +54,8 @@ INLINE void logits_of(const float *q, const char *const *rows, const char *const
 }
 
 // Adds weights l [T][BLOCK] times the values `rows` to columns d .. d + C*W - 1 of out [T][dim].
-template <class V, int T, int C>
-INLINE void add_columns(const float *l, const char *const *rows, const char *const *later, int count, int dim, int d,
+template <class V, int T, int C, class L>
+INLINE void add_columns(const float *l, const char *const *rows, L later, int count, int dim, int d,
                         float *out) {
     Floats s[T][C] = {};
     for (int t = 0; t < count; t++) {
@@ -72,8 +72,8 @@ INLINE void add_columns(const float *l, const char *const *rows, const char *con
         }
 }
 
-template <class V, int T>
-INLINE void add_values(const float *l, const char *const *rows, const char *const *later, int count, int dim,
+template <class V, int T, class L>
+INLINE void add_values(const float *l, const char *const *rows, L later, int count, int dim,
                        float *out) {
     // as many sums side by side as hide each other's wait
     constexpr int C = T == 1 ? 8 : W == 4 ? T == 2 ? 8 : 4 : W == 16 ? T <= 4 ? 4 : 2 : T <= 3 ? 4 : 2;
@@ -123,8 +123,8 @@ INLINE bool add_integer_values(const float *l, const char *const *rows, int coun
 #endif
 
 #if defined(HAS_PAIRS)
-template <int T>
-INLINE bool pair_logits_of(const float *q, const char *const *rows, const char *const *later, int count, int dim,
+template <int T, class L>
+INLINE bool pair_logits_of(const float *q, const char *const *rows, L later, int count, int dim,
                            float *l) {
     alignas(64) uint16_t narrow[T * WIDEST];
     if (dim % 32 || dim > WIDEST || !narrowed<T>(q, dim, narrow)) return false;
@@ -205,19 +205,27 @@ struct DecodedInt8 {
 template <> struct Decoded<Int4Keys> : DecodedInt8<Int4Keys> {};
 template <> struct Decoded<Int4Values> : DecodedInt8<Int4Values> {};
 
+template <bool SHARED>
+INLINE auto spread(const char *const *rows, int step) {
+    if constexpr (SHARED) return Spread{rows, step};
+    else return rows;
+}
+
 // T queries attend to one block more; query r sees rows below limit[r]. logs [count] or NULL is added to
 // the rows' logits. out [T][dim] is the weighted sum so far, not divided, best and sum [T] the largest
 // logit and the sum of weights. logits [T - silent][ahead] or NULL takes logits of all rows of the queries from
 // `silent` on. out NULL: values are not read. next: the block whose rows are fetched meanwhile, NULL: this
-// one's.
-template <class K, class V, int T>
+// one's. SHARED: `parts` tiles fetch it, and this is number `part`.
+template <class K, class V, int T, bool SHARED = false>
 static void attend_tile(const float *q, const Block &block, int dim, float scale, float cap, const float *logs,
                         const int *limit, float *out, float *best, float *sum, float *logits, long ahead, int silent = 0,
-                        const Block *next = nullptr) {
+                        const Block *next = nullptr, int part = 0, int parts = 1) {
     alignas(64) float l[T * BLOCK];
     const bool theirs = next && next->count >= block.count;
-    const char *const *keys = theirs ? next->keys : block.keys + AHEAD;
-    const char *const *values = theirs ? next->values : block.values + AHEAD;
+    const char *const *later = theirs ? next->keys : block.keys + AHEAD;
+    const char *const *values_later = theirs ? next->values : block.values + AHEAD;
+    const int begin = SHARED && theirs ? part * BLOCK / parts : 0, step = theirs ? 256 / parts : 256;
+    const auto keys = spread<SHARED>(later + begin, step), values = spread<SHARED>(values_later + begin, step);
     const int count = block.count, up = (count + W - 1) / W * W;
 #if defined(HAS_INTEGERS)
     if (!K::integers || !integer_logits_of<T>(q, block.keys, block.values, count, dim, l))
@@ -304,18 +312,28 @@ static void attend_split(const Call &c, int head, int s) {
     if (c.out) memset(part, 0, sizeof(float) * rows * c.dim);
     for (int r = 0; r < rows; r++) bests[r] = -INFINITY, sums[r] = 0;
     constexpr bool in_place = std::is_same<typename Decoded<K>::Rows, K>() && std::is_same<typename Decoded<V>::Rows, V>();
+    // With wide vectors a tile's arithmetic takes longer than its share of the next block's bytes, so all tiles fetch
+    // them; one tile of eight would wait for its own, two of four do not.
+    constexpr bool shares = in_place && W == 16 && !K::integers;
+    const int most = shares && rows <= 8 ? 4 : MOST, rest = rows % most;
+    const int tiles = rows / most + (rest > 0) + (rest > 4);
+    const bool shared = shares && tiles > 1 && (K::pairs || rows <= 8);
     Block turns[2];
     turns[0].list(run, first, stop);
     for (int t = first, turn = 0; t < stop; t += BLOCK, turn ^= 1) {
         Block &block = turns[turn];
-        const bool more = in_place && t + BLOCK < stop;
-        if (t + BLOCK < stop) turns[!turn].list(run, t + BLOCK, stop);
+        // one thread takes the next split after this one, so its first block is fetched too
+        const int ends = t + BLOCK < stop || !shared || c.threads > 1 ? stop : visited;
+        const bool more = in_place && t + BLOCK < ends;
+        if (t + BLOCK < ends) turns[!turn].list(run, t + BLOCK, ends);
+        // the first tile that fetches the next block's rows: the second one where nobody has fetched this block's
+        const int from = shared && (t > first || (first && c.threads == 1)) ? 0 : 1;
         block.key_scales = keys.take(block.keys, block.count, c.dim);
         if (c.out) block.value_scales = values.take(block.values, block.count, c.dim);
         const float *logs = c.logs ? c.logs + run.start + t : nullptr;
-        for (int r = 0; r < rows;) {
+        for (int r = 0, number = 0; r < rows; number++) {
             // five to seven are left to four and the rest: each count takes a second to compile
-            const int left = rows - r, tile = left >= MOST ? MOST : left > 4 ? 4 : left;
+            const int left = rows - r, tile = left >= most ? most : left > 4 ? 4 : left;
             int limit[MOST];
             for (int i = 0; i < tile; i++) limit[i] = visited - (c.queries - 1 - (r + i) / c.group);
             const int silent = r < last ? last - r : 0;  // queries of the tile that leave no logits
@@ -324,10 +342,14 @@ static void attend_split(const Call &c, int head, int s) {
                 logits = c.logits + ((long)head * c.group + r + silent - last) * c.ahead;
             const float *q = c.q + ((long)head * rows + r) * c.dim;
             float *out = c.out ? part + (long)r * c.dim : nullptr, *best = bests + r, *sum = sums + r;
-#define ATTEND(T)                                                                 \
-    attend_tile<typename Decoded<K>::Rows, typename Decoded<V>::Rows, T>(          \
-        q, block, c.dim, c.scale, c.cap, logs, limit, out, best, sum, logits, c.ahead,     \
-        silent, r && more ? &turns[!turn] : nullptr)
+            const Block *next = more && number >= from ? &turns[!turn] : nullptr;
+#define TILE(T, SHARED)                                                                                  \
+    attend_tile<typename Decoded<K>::Rows, typename Decoded<V>::Rows, T, SHARED>(                        \
+        q, block, c.dim, c.scale, c.cap, logs, limit, out, best, sum, logits, c.ahead, silent, next,     \
+        number - from, tiles - from)
+#define ATTEND(T)                  \
+    if (shared) TILE(T, shares);   \
+    else TILE(T, false)
             switch (tile) {
 #if defined(__AVX512F__)
             case 8: ATTEND(8); break;

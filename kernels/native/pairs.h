@@ -24,8 +24,8 @@ INLINE bool narrowed(const float *q, int dim, uint16_t *to) {
 
 // Products of T queries q [T][dim] with `rows`, dim in 2 Ws: l [T][apart]. later: a row to fetch for each of them.
 // D: dim, or 0. Sums of four rows are in registers at a time and leave them as halves of totals.
-template <int T, int D>
-INLINE void pair_logits_of(const uint16_t *q, const char *const *rows, const char *const *later, int count, int dim,
+template <int T, int D, class L>
+INLINE void pair_logits_of(const uint16_t *q, const char *const *rows, L later, int count, int dim,
                            float *l, int apart) {
     constexpr int N = T < 4 ? T : 4;
     if (D) dim = D;
@@ -49,8 +49,8 @@ INLINE void pair_logits_of(const uint16_t *q, const char *const *rows, const cha
         }
 }
 
-template <int T>
-INLINE void pair_logits(const uint16_t *q, const char *const *rows, const char *const *later, int count, int dim,
+template <int T, class L>
+INLINE void pair_logits(const uint16_t *q, const char *const *rows, L later, int count, int dim,
                         float *l, int apart) {
     if (dim == 64) pair_logits_of<T, 64>(q, rows, later, count, dim, l, apart);
     else if (dim == 128) pair_logits_of<T, 128>(q, rows, later, count, dim, l, apart);
@@ -82,8 +82,8 @@ INLINE void add_together(Floats low, Floats high, float *at) {
 
 // Adds pairs of weights [T][apart / 2] times the values `rows` to columns d .. d + 2 W C - 1 of out: a row's
 // elements meet those of the next.
-template <int T, int C>
-INLINE void add_pair_columns(const uint32_t *weights, int apart, const char *const *rows, const char *const *later,
+template <int T, int C, class L>
+INLINE void add_pair_columns(const uint32_t *weights, int apart, const char *const *rows, L later,
                              int count, int dim, int d, float *out) {
     Floats s[T][2 * C] = {};
     for (int t = 0; t < count; t += 2) {
@@ -105,8 +105,8 @@ INLINE void add_pair_columns(const uint32_t *weights, int apart, const char *con
 }
 
 // Adds weights l [T][apart], zeros behind `count`, times the values `rows` to out [T][dim].
-template <int T, int apart>
-INLINE void add_pair_values(const float *l, const char *const *rows, const char *const *later, int count, int dim,
+template <int T, int apart, class L>
+INLINE void add_pair_values(const float *l, const char *const *rows, L later, int count, int dim,
                             float *out) {
     alignas(64) uint32_t weights[T][apart / 2];
     for (int r = 0; r < T; r++)

@@ -65,6 +65,13 @@ INLINE void fetch(const char *row, int bytes) {
     for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
 }
 
+// Rows to fetch, fewer than are read: `step` 256ths of one for each.
+struct Spread {
+    const char *const *rows;
+    int step;
+    __attribute__((always_inline)) const char *operator[](int i) const { return rows[i * step >> 8]; }
+};
+
 // One reader per dtype: elements i .. i+W-1 of a row as floats, and the scale behind a packed row.
 struct Float32 {
     static constexpr int bytes = 4;
