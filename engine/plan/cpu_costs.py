@@ -67,7 +67,7 @@ COSTS = {
 # choosing shows. The worst of two shapes, as above (benchmarks/results/exact/kernels-tiles-*)
 _CHOICE = CpuCosts(filter=1.3, row=1.7, choice=1_000_000, scored=0.3)
 _PAIRS = {
-    2: replace(_CHOICE, query=0.1, kv=1.6, weight=0.15),
+    2: replace(_CHOICE, query=0.075, kv=1.6, weight=0.15),
     4: replace(_CHOICE, query=0.12, kv=1.3, weight=0.17),
 }
 NATIVE = {

@@ -22,7 +22,7 @@ MISSES = 0.3
 # shares of drafts whose first 1, 2, ... 7 tokens are accepted, where four in five are; and what is
 # left of each where verification chose what they read (docs/EXACT.md)
 FOUR_IN_FIVE = tuple(0.8**i for i in range(1, 8))
-CHOSEN_BEFORE = 0.92
+CHOSEN_BEFORE = 0.88
 
 
 @dataclass(frozen=True)

@@ -311,13 +311,15 @@ static void attend_split(const Call &c, int head, int s) {
     Decoded<V> values;
     if (c.out) memset(part, 0, sizeof(float) * rows * c.dim);
     for (int r = 0; r < rows; r++) bests[r] = -INFINITY, sums[r] = 0;
-    constexpr bool in_place = std::is_same<typename Decoded<K>::Rows, K>() && std::is_same<typename Decoded<V>::Rows, V>();
+    using Keys = typename Decoded<K>::Rows;
+    using Values = typename Decoded<V>::Rows;
+    constexpr bool in_place = std::is_same<Keys, K>() && std::is_same<Values, V>();
     // With wide vectors a tile's arithmetic takes longer than its share of the next block's bytes, so all tiles fetch
     // them; one tile of eight would wait for its own, two of four do not.
-    constexpr bool shares = in_place && W == 16 && !K::integers;
+    constexpr bool shares = in_place && W == 16 && !Keys::integers;
     const int most = shares && rows <= 8 ? 4 : MOST, rest = rows % most;
     const int tiles = rows / most + (rest > 0) + (rest > 4);
-    const bool shared = shares && tiles > 1 && (K::pairs || rows <= 8);
+    const bool shared = shares && tiles > 1 && (Keys::pairs || rows <= 8);
     Block turns[2];
     turns[0].list(run, first, stop);
     for (int t = first, turn = 0; t < stop; t += BLOCK, turn ^= 1) {
@@ -344,7 +346,7 @@ static void attend_split(const Call &c, int head, int s) {
             float *out = c.out ? part + (long)r * c.dim : nullptr, *best = bests + r, *sum = sums + r;
             const Block *next = more && number >= from ? &turns[!turn] : nullptr;
 #define TILE(T, SHARED)                                                                                  \
-    attend_tile<typename Decoded<K>::Rows, typename Decoded<V>::Rows, T, SHARED>(                        \
+    attend_tile<Keys, Values, T, SHARED>(                                                                \
         q, block, c.dim, c.scale, c.cap, logs, limit, out, best, sum, logits, c.ahead, silent, next,     \
         number - from, tiles - from)
 #define ATTEND(T)                  \

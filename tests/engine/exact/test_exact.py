@@ -274,7 +274,7 @@ def test_the_selection_of_a_token_is_what_its_drafts_read():
     verified; none where nothing was drafted, or after a truncate.
     """
     llm, ids, cycles, shared = model(), random_ids(200, 23, seed=4), 0, 0
-    method = Exact(OMNIKV, draft=4, lookup=False)
+    method = Exact(OMNIKV, draft=4, lookup=False, chooser="drafter")
     with llm.session(method) as exact, llm.session(Full()) as other:
         for piece in generate(exact, ids, SamplingParams(max_tokens=30)):
             if piece.finish_reason is not None:

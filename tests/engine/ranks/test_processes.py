@@ -86,9 +86,17 @@ def test_one_driver_generates_goes_back_and_forks(one, pair):
         assert float((session.decode(8) - alone.decode(8)).abs().max()) < 1e-4
 
 
-@pytest.mark.parametrize("draft, sampled", [("auto", False), (4, False), (3, True), (7, True)])
-def test_exact_mode_writes_one_process_s_text(one, pair, draft, sampled):
-    method = Exact(METHOD, draft=draft)
+@pytest.mark.parametrize(
+    "draft, sampled, chooser",
+    [
+        ("auto", False, "auto"),
+        (4, False, "verifier"),
+        (3, True, "drafter"),
+        (7, True, "verifier"),
+    ],
+)
+def test_exact_mode_writes_one_process_s_text(one, pair, draft, sampled, chooser):
+    method = Exact(METHOD, draft=draft, chooser=chooser)
     heat = dict(temperature=0.8, seed=3) if sampled else {}
     params = SamplingParams(max_tokens=24, ignore_eos=True, **heat)
     found = []
