@@ -159,8 +159,10 @@ def decode_dense_native(
     for b, n in enumerate(lengths.tolist()):
         rows = k[b, :, :n], v[b, :, :n]
         if n:
-            left = scores[b, :n], kind, held, softmax, parts
-            out[b] = attend_scored_natively(q[b], *rows, scale, *left)
+            mine = scores[b, :n]
+            out[b] = attend_scored_natively(
+                q[b], rows[0], rows[1], scale, mine, kind, held, softmax, parts
+            )
         else:
             out[b], _ = attend(q[b], *rows, scale, softmax=softmax, parts=parts, narrow=True)
     return out
