@@ -699,6 +699,6 @@ def test_ranks_on_gpus_are_measured_where_there_are_two(monkeypatch):
     lines = [v.line() for v in gpu_verdict.verdicts({"ranks": found}) if "--gpus" in v.goal]
     assert any(line.startswith("PASS") and "1.60x" in line for line in lines)
     lines = [
-        v.line for v in gpu_verdict.verdicts({}) if "two GPUs" in v.goal or "one GPU" in v.goal
+        v.line() for v in gpu_verdict.verdicts({}) if "two GPUs" in v.goal or "one GPU" in v.goal
     ]
     assert len(lines) == 2 and all("not measured" in line or "no figure" in line for line in lines)
