@@ -293,10 +293,16 @@ class Kept:
 class Chooses:
     """A runtime of verifications that choose what the next cycle's drafts read."""
 
-    by_part: Sequence[Runtime] = ()  # as Kept's
-
     def __init__(self, drafter: Runtime):
         self.drafter = drafter
+        self.by_part = tuple(map(Chooses, drafter.by_part))
+
+    def carry(self, part: int) -> None:
+        """Bring to a part what earlier ones have chosen for its layers."""
+        self.drafter.carry(part)
+
+    def received(self, step: Step) -> None:
+        """Nothing is fetched: the drafter chooses where layers lie in host memory."""
 
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Attention of q [1, Q, H, D] to everything -> the same shape."""
