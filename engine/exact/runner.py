@@ -231,7 +231,11 @@ class ExactRunner(StepRunner):
         return drafts, self._by_drafter, drafted(len(drafts)) + begins
 
     def _verifier_chooses(self, n: int) -> bool:
-        """Whether verifications choose what drafts read, at this length: the same on every rank."""
+        """Whether verifications choose what drafts read, at this length: the same on every rank.
+        Not over devices, where lists of theirs do not cross.
+        """
+        if self._loaded.model is not None and self._loaded.model.parts:
+            return False
         region = n // REGION
         if region != self._by_verifier[0]:
             read = max(self._drafter.kept_rows(n))

@@ -291,18 +291,18 @@ class Kept:
 
 
 class Chooses:
-    """A runtime of verifications that choose what the next cycle's drafts read."""
+    """A runtime of verifications that choose what the next cycle's drafts read, on one device."""
+
+    by_part: tuple[Any, ...] = ()
 
     def __init__(self, drafter: Runtime):
         self.drafter = drafter
-        self.by_part = tuple(map(Chooses, drafter.by_part))
 
     def carry(self, part: int) -> None:
-        """Bring to a part what earlier ones have chosen for its layers."""
-        self.drafter.carry(part)
+        """As Attends: there is one part."""
 
     def received(self, step: Step) -> None:
-        """Nothing is fetched: the drafter chooses where layers lie in host memory."""
+        """As Attends: nothing is."""
 
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Attention of q [1, Q, H, D] to everything -> the same shape."""

@@ -69,6 +69,8 @@ def why_not(method: Method) -> str:
     if isinstance(method, Exact):
         if method.early_exit:
             return "drafts by the first layers and the head, which lie on two; let omnikv draft"
+        if method.chooser == "verifier":
+            return "has verifications choose, whose lists do not cross; leave chooser out"
         return why_not(method.method)
     if method.name not in (*RUN, *EVICT):
         return "goes by what it finds in all layers, or by their numbers"

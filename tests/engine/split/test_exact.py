@@ -81,6 +81,12 @@ def plan_fields(plan):
     return plan.roles, plan.groups, plan.group_of
 
 
+def test_verifications_that_choose_are_refused(folder):
+    method = Exact(DRAFTERS["omnikv"], chooser="verifier")
+    with pytest.raises(SettingError, match="has verifications choose, whose lists do not cross"):
+        LLM(folder, devices=("cpu", "cpu"), load=False, method=method)
+
+
 def test_drafts_of_the_first_layers_are_refused(folder):
     with pytest.raises(SettingError, match="several devices, but it drafts by the first layers"):
         LLM(folder, devices=("cpu", "cpu"), load=False, method=Exact(Full(), early_exit=3))
