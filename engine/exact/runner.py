@@ -232,9 +232,10 @@ class ExactRunner(StepRunner):
 
     def _verifier_chooses(self, n: int) -> bool:
         """Whether verifications choose what drafts read, at this length: the same on every rank.
-        Not over devices, where lists of theirs do not cross.
+        Not over devices, where lists of theirs do not cross, nor over tokens of several ranks.
         """
-        if self._loaded.model is not None and self._loaded.model.parts:
+        model = self._loaded.model
+        if (model is not None and model.parts) or self._loaded.config.context is not None:
             return False
         region = n // REGION
         if region != self._by_verifier[0]:
@@ -373,7 +374,8 @@ class ExactRunner(StepRunner):
         bank.before_step(n)
         self._cycle = Cycle(drafts, logits, n, self._query_ring.changes, source)
         if chooses:
-            self._kept.tail_start.copy_(self._drafter.tail_start(self.at(last)))
+            # of its first token: what it chose lies before that token's tail
+            self._kept.tail_start.copy_(self._drafter.tail_start(self.at(n)))
             self._chosen = Chosen(n, last, self._query_ring.changes)
         rows = self.dense_runtime.rows_read(last)
         if source is self._by_drafter:

@@ -33,6 +33,8 @@ def context_runtime(method: Method, setup: Setup) -> Runtime:
 def why_not_dealt(method: Method) -> str:
     """Why a method cannot run where each rank holds the rows of its own tokens; "" where it can."""
     if isinstance(method, Exact):
+        if method.chooser == "verifier":
+            return "has verifications choose, by rows of one rank; leave chooser out"
         return why_not_dealt(method.method)
     if isinstance(method, Evicting):
         return "evicts: what it keeps needs no second rank; use one process or split_by='heads'"

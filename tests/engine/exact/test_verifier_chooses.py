@@ -1,7 +1,7 @@
 """Exact mode whose verifications choose what drafts read.
 
-Stops: a draft that reads a whole layer, a choice that outlives its cycle, a verification that
-choosing changes.
+Stops: a draft that reads a whole layer, a selection by another query's scores or of rows that are
+taken back, a choice that outlives its cycle, a verification that choosing changes.
 """
 
 from dataclasses import replace
@@ -77,6 +77,53 @@ def test_no_draft_reads_a_whole_layer_once_a_verification_has_chosen(method):
             kept = session.runtime.drafter.kept_rows(n)
             drafts = [a - b for a, b in zip(read, session.runner.dense_runtime.rows_read(n + 3))]
             assert (drafts == [3 * k for k in kept]) == (chooser == "verifier")
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_the_choice_is_by_the_last_verified_tokens_scores(backend, heads):
+    """Against float64: softmax of the last query over all rows it sees, the most of all heads, and
+    the k largest before the tail of the first; what follows them is read as the tail, also where a
+    block leaves it within a verification.
+    """
+    config = replace(model().config, num_kv_heads=heads)
+    llm, ids = model(backend=backend), random_ids(230, 23, seed=heads)
+    assert config.num_heads % heads == 0
+    with llm.session(replace(ONE, method=TWO)) as session:
+        session.prefill(ids)
+        seen, runner = {}, session.runner
+        drafter = runner.runtime.drafter
+        attend = drafter.attend_verified
+
+        def noting(layer, q, step):
+            seen[layer] = q[0, -1].double(), int(step.visible), int(step.visible) - q.shape[1] + 1
+            return attend(layer, q, step)
+
+        drafter.attend_verified = noting
+        cycles = crossed = 0
+        for piece in generate(session, [], GREEDY):
+            if piece.finish_reason is not None or session.counters.cycles == cycles:
+                continue
+            cycles = session.counters.cycles
+            for group in runner.plan.groups:
+                layer = group.filter_layer
+                q, n, first = seen[layer]
+                k = runner.bank.kv(layer, n)[0][0, :, :n].double()
+                k = k.repeat_interleave(len(q) // len(k), 0)
+                weights = torch.softmax((k @ q[..., None])[..., 0] * drafter.scale, -1).amax(0)
+                start = max(0, first // 64 * 64 - 64)
+                assert int(runner._kept.tail_start) == start <= len(session)
+                crossed += n // 64 > first // 64
+                weights = weights[:start].clone()
+                weights[:2] = float("inf")  # the sinks
+                order = weights.sort(descending=True)
+                least = order.values[39]
+                chosen = set(drafter.chosen_rows(layer).tolist())
+                assert len(chosen) == 40
+                surely = torch.nonzero(weights > least * (1 + 1e-4)).flatten().tolist()
+                maybe = torch.nonzero(weights >= least * (1 - 1e-4)).flatten().tolist()
+                assert chosen.issuperset(surely) and chosen.issubset(maybe)
+        assert cycles > 5 and crossed
 
 
 def test_a_choice_serves_the_next_cycle_only():
