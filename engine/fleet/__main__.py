@@ -25,8 +25,8 @@ class RayFailed(EngineError):
 def own_flags(add: Callable[..., object]) -> None:
     """Those that say how many run, and where a request goes."""
     add("--replicas", default="1", metavar="N", help="how many, or auto: as Ray sees fit (1)")
-    add("--cpus", default="1", metavar="N", help="of a replica, by which Ray places it (1)")
-    add("--gpus", default="0", metavar="N", help="of a replica (0)")
+    add("--replica-cpus", default="1", metavar="N", help="by which Ray places a replica (1)")
+    add("--replica-gpus", default="0", metavar="N", help="the same (0); as many as --gpus takes")
     add("--ongoing", metavar="N", help="requests at once of a replica (twice its slots)")
     add(
         "--router",
@@ -52,7 +52,8 @@ def run(argv: Sequence[str]) -> int:
         from engine.fleet.ray_serve import application
     except ImportError as error:
         raise SettingError(f"replicas need {error.name}: pip install 'ray[serve]'") from None
-    given = {name: value for name, value in vars(mine).items() if value is not None}
+    found = {name.removeprefix("replica_"): value for name, value in vars(mine).items()}
+    given = {name: value for name, value in found.items() if value is not None}
     app = application({"flags": shlex.join(flags), **given})
     slots_of(args, open_model(args)).require_fit()  # said here, not by every replica
     try:
@@ -82,11 +83,14 @@ def _require_room(mine: argparse.Namespace, found: dict[str, float]) -> None:
     """Raise UsageError where Ray would wait for ever for a place for a replica."""
     if mine.replicas == "auto" or os.environ.get("RAY_ADDRESS"):
         return
-    for flag, name in (("cpus", "CPU"), ("gpus", "GPU")):
-        needed, here = float(mine.replicas) * float(getattr(mine, flag)), found.get(name, 0.0)
+    for flag, each, name in (
+        ("--replica-cpus", mine.replica_cpus, "CPU"),
+        ("--replica-gpus", mine.replica_gpus, "GPU"),
+    ):
+        needed, here = float(mine.replicas) * float(each), found.get(name, 0.0)
         if needed > here:
             raise UsageError(
-                f"--replicas {mine.replicas} --{flag} {getattr(mine, flag)}: expected at most "
+                f"--replicas {mine.replicas} {flag} {each}: expected at most "
                 f"{here:g} in all, what Ray finds here; take fewer, or fractions such as 0.5"
             )
 

@@ -404,7 +404,8 @@ def test_heavy_hitters_are_by_the_sums_of_all_queries(length):
         wanted = torch.zeros(prompt, dtype=torch.float64)
         for n in range(1, prompt + 1):
             wanted[:n] += torch.softmax(logits(layer, n), -1).sum(0)
-        torch.testing.assert_close(sums[layer], wanted, rtol=1e-4, atol=1e-4)
+        # a sum over queries, of weights that float32 scores this sharp leave 1e-5 of
+        torch.testing.assert_close(sums[layer], wanted, rtol=1e-4, atol=max(1e-4, prompt * 1e-5))
         for step, found in enumerate(meter.outside):
             weights = torch.softmax(logits(layer, length + step), -1)[:, :prompt]
             weights = weights / weights.sum(-1, keepdim=True)

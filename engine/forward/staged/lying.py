@@ -57,7 +57,9 @@ def lying_in(matrix: Matrix, parts: Sequence[torch.Tensor]) -> Matrix:
         twin.weight = next(rest)
         twin.bias = None if twin.bias is None else next(rest)
         if twin.product is not None:  # it has addresses
-            twin.product = Product(twin.weight, twin.bias)
+            twin.product = Product(twin.weight, twin.bias, twin.product.most_rows)
+        if twin.many is not None:
+            twin.many = type(twin.many)(twin.weight, twin.bias)
         return twin
     twin.bias = None if twin.bias is None else next(rest)
     twin.permutation = None if twin.permutation is None else next(rest)

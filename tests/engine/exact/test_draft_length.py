@@ -172,7 +172,7 @@ class Stub:
 
         self.runner._own_draft = self.runner._kept_draft = one(draft)
         self.runner._dense_step = one(full)
-        self.runner._verify_step = lambda width: Wide(
+        self.runner._verify_step = lambda width, chooses: Wide(
             width, lambda tokens: [full[(*self.shown, *tokens[: j + 1])] for j in range(width)]
         )
 

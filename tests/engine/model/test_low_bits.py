@@ -81,7 +81,7 @@ def test_exact_mode_counts_the_bytes_that_a_step_reads(word, tied):
     """
     llm = model(word, tie_word_embeddings=tied)
     table = 0 if tied and word == "auto" else llm.model.embed.nbytes
-    method = Exact(OmniKV(filter_layers=(0,), wait_layers=0))
+    method = Exact(OmniKV(filter_layers=(0,), wait_layers=0), chooser="drafter")
     with llm.session(method) as session:
         costs = session.runner._costs
     assert costs.weights == llm.model.nbytes - table
