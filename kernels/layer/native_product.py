@@ -36,7 +36,7 @@ _BINDING = Binding("products", omnikv_sizeof_matrix=_Matrix)
 
 
 def reads(weight: torch.Tensor) -> bool:
-    """Tell whether the C++ kernels multiply a weight as it lies."""
+    """Tell whether the C++ kernels multiply a weight [O, I] as it lies."""
     ours = weight.device.type == "cpu" and weight.dtype in FLOATS and weight.is_contiguous()
     return ours and _BINDING.usable()
 

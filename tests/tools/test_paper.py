@@ -393,7 +393,8 @@ def test_choices_and_masses_are_an_independent_float64_computation(scores):
 @pytest.mark.parametrize("length", [2, 64, 131])
 def test_heavy_hitters_are_by_the_sums_of_all_queries(length):
     """Also of a prompt that is read in several chunks."""
-    llm, ids = tiny_llm(Full(), sharpness=4.0, chunk=48), random_ids(length)
+    # torch's operators for both: what K is rounded to hangs on how many rows a product has else
+    llm, ids = tiny_llm(Full(), sharpness=4.0, chunk=48, backend="cpu"), random_ids(length)
     with llm.session(Summed()) as session:
         meter = HeavyMeter(session.runtime)
         out = follow(session, ids, 2, meter)
@@ -404,8 +405,7 @@ def test_heavy_hitters_are_by_the_sums_of_all_queries(length):
         wanted = torch.zeros(prompt, dtype=torch.float64)
         for n in range(1, prompt + 1):
             wanted[:n] += torch.softmax(logits(layer, n), -1).sum(0)
-        # a sum over queries, of weights that float32 scores this sharp leave 1e-5 of
-        torch.testing.assert_close(sums[layer], wanted, rtol=1e-4, atol=max(1e-4, prompt * 1e-5))
+        torch.testing.assert_close(sums[layer], wanted, rtol=1e-4, atol=1e-4)
         for step, found in enumerate(meter.outside):
             weights = torch.softmax(logits(layer, length + step), -1)[:, :prompt]
             weights = weights / weights.sum(-1, keepdim=True)
