@@ -312,8 +312,12 @@ def multiply(
     product = matrix.own(x) if isinstance(matrix, Linear) else None
     if product is not None:
         return product(x, norm, eps, residual, gated, wide, offset)
+    strips = matrix.strips(x) if isinstance(matrix, Linear) else None
     if norm is not None:
         x = normalize_rows(x, norm, eps, offset)
+    if strips is not None:
+        y = strips(x, residual, gated)
+        return y.float() if wide else y
     if isinstance(matrix, QuantisedLinear) and matrix.native:
         assert matrix.panels is not None
         x, kept = matrix.ordered(x).contiguous(), torch.float32 if wide else None

@@ -8,8 +8,9 @@ run, they multiply few rows by a weight as it is stored (kernels/layer/native_pr
 below are for more rows then, and for machines without a compiler. Beside them no copy is worth it:
 in large pages (kernels/native/pages.py) they read weights of 15 to 117 MB at 24 to 26 GB/s for one
 row where oneDNN's copy is read at 13 to 16. Prefill multiplies many rows and is bound by
-arithmetic: there `F.linear` is as good as any, but for float32 on CPUs that are not Intel's and for
-16 bits that a CPU emulates (kernels/layer/many/).
+arithmetic: there `F.linear` is as good as any on one thread, but for float32 on CPUs that are not
+Intel's and for 16 bits that a CPU emulates; our own kernels (kernels/layer/many/) share their
+threads with all other calls.
 """
 
 from __future__ import annotations
@@ -166,6 +167,13 @@ class Linear:
             return None
         ours = 0 < x.numel() <= self.product.most_rows * self.shape[1]
         return self.product if ours and x.dtype == self.dtype else None
+
+    def strips(self, x: torch.Tensor) -> StripProduct | None:
+        """Return the C++ kernels' product of many rows, which takes what follows it along, where it
+        multiplies x [..., I].
+        """
+        many = self.many
+        return many if isinstance(many, StripProduct) and many.takes(x) else None
 
     def _narrow(self, flat: torch.Tensor) -> torch.Tensor:
         if self.bias is None:
