@@ -21,6 +21,7 @@ from engine.base.interrupts import put_back
 from engine.model.config.config import ModelConfig
 from engine.plan.layers import LayerPlan
 from engine.plan.placement import Placement
+from kernels.layer.native_step import copy_rows
 from kernels.native.pages import enlarge
 from kernels.rows.forms import stored, stored_keys
 
@@ -142,9 +143,11 @@ class DeviceBank(Bank):
         bank_k, bank_v = self.kv(layer)
         stop = start + k.shape[1]
         self._enlarge(layer, stop, start)
-        bank_k[:, :, start:stop] = stored_keys(k, bank_k, backend).transpose(1, 2)
+        new_k = stored_keys(k, bank_k, backend).transpose(1, 2)
+        copy_rows(bank_k[:, :, start:stop], new_k)
         if bank_v is not bank_k:
-            bank_v[:, :, start:stop] = stored(v, bank_v, backend).transpose(1, 2)
+            new_v = stored(v, bank_v, backend).transpose(1, 2)
+            copy_rows(bank_v[:, :, start:stop], new_v)
 
     def _enlarge(self, layer: int, length: int, written: int) -> None:
         """Put a layer into large pages once a session of `length` tokens is worth them; `written`

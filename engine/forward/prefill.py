@@ -20,7 +20,8 @@ from engine.model.heads.latent import LatentHeads
 from engine.model.llama import Llama, pre_attention
 from engine.model.rope import Rotary
 from engine.plan.needs import MOST_WINDOW
-from kernels.native.own_pages import copied
+from kernels.layer.native_step import copy_rows
+from kernels.native.own_pages import empty
 
 # called with the last layer's output [B, C, hidden] of every token of a chunk, and the position of
 # the first
@@ -107,7 +108,8 @@ def _through(
     x, more = model.begun(tokens) if x is None else (x, None)
     widest = max(config.heads_of(layer)[1] for layer in config.attending_layers)
     opening = _opening(model, runtime, start, tokens.shape[1], not shortens, backend)
-    newest = []
+    newest: torch.Tensor | None = None
+    count = 0
     for number, layer in model.turns():
         x, predicted = model.entered(number, x)
         mixed = _mixed(model, number, x, bank, start, advance, backend)
@@ -121,8 +123,12 @@ def _through(
         opens = layer.latent if number in opening else None
         half: Callable = pieces[0] if opens is None else partial(pre_attention, absorb=False)
         q, k, v, q_pre_rope = half(layer, x, *turns[number], *config.sizes_of(number))
-        newest.append(_newest(q_pre_rope, widest, opens))
-        del q_pre_rope
+        queries = _newest(q_pre_rope, widest, opens)
+        if newest is None:
+            newest = empty((len(config.attending_layers), *queries.shape), queries)
+        copy_rows(newest[count], queries)
+        count += 1
+        del q_pre_rope, queries
         if write:
             bank.write_chunk(number, k, v, start, backend)
         del k, v
@@ -139,11 +145,12 @@ def _through(
         attended = attended if mixed is None else beside(config, attended, mixed[:, -x.shape[1] :])
         x = pieces[1](layer, x, attended, config.rms_norm_eps)
         x = model.refined(number, x, None if more is None else more[:, :, number], predicted)
+    assert newest is not None and count == len(newest), "a layer that attends was left out"
     if not ends:
-        return x, torch.stack(newest)
+        return x, newest
     if every is not None:
         every(x, start)
-    return model.logits(x[:, -1]) if last_logits else None, torch.stack(newest)
+    return model.logits(x[:, -1]) if last_logits else None, newest
 
 
 def _mixed(
@@ -170,12 +177,11 @@ def _opening(
 
 
 def _newest(queries: torch.Tensor, widest: int, opens: LatentHeads | None) -> torch.Tensor:
-    """A copy of the newest queries before rotation, which outlives its layer; narrower heads end in
-    zeros that nobody reads.
-    """
+    """The newest queries before rotation; narrower heads end in zeros that nobody reads."""
     newest = queries[:, -MOST_WINDOW:]
     newest = newest if opens is None else opens.absorbed(newest)
-    return copied(F.pad(newest, (0, widest - newest.shape[-1])))
+    missing = widest - newest.shape[-1]
+    return F.pad(newest, (0, missing)) if missing else newest
 
 
 def _attended(

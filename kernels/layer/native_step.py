@@ -1,6 +1,6 @@
 """What a layer does beside its products and attention, by the C++ kernels: the norm; in a decode
 step the rotation of queries and keys with the store of the new rows; for a prompt's chunk the
-rotation alone, and SwiGLU between its products.
+rotation alone, SwiGLU between its products, and rows that are copied.
 """
 
 from __future__ import annotations
@@ -62,7 +62,21 @@ class _Rows(ctypes.Structure):
     ]
 
 
-_SIZES = dict(omnikv_sizeof_step_call=_Call, omnikv_sizeof_step_rows=_Rows)
+class _Copy(ctypes.Structure):
+    """`Copy` of step.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("to", "source")),
+        *((name, ctypes.c_long * 3) for name in ("to_steps", "source_steps")),
+        *((name, ctypes.c_int) for name in ("batch", "heads", "rows", "bytes", "threads")),
+    ]
+
+
+_SIZES = dict(
+    omnikv_sizeof_step_call=_Call,
+    omnikv_sizeof_step_rows=_Rows,
+    omnikv_sizeof_step_copy=_Copy,
+)
 _BINDING = Binding("norm and rotation", **_SIZES)
 
 
@@ -170,6 +184,27 @@ def swiglu_rows(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def copy_rows(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy rows source [B, H, n, D] to `to`, of the same shape: on a CPU by the team of threads
+    where both are of one dtype and D lies together; else by torch, whose own threads have to be
+    woken.
+    """
+    alike = to.dtype == source.dtype and to.shape == source.shape and to.dim() == 4
+    lies = to.stride(-1) == 1 == source.stride(-1) and to.device.type == "cpu" == source.device.type
+    if not (alike and lies and to.numel() and usable()) or torch.compiler.is_compiling():
+        to.copy_(source)
+    else:
+        _copy_rows(to, source)
+
+
+def _copy_rows(to: torch.Tensor, source: torch.Tensor) -> None:
+    size, (batch, heads, rows, dim) = to.element_size(), to.shape
+    steps = ((ctypes.c_long * 3)(*(step * size for step in of.stride()[:3])) for of in (to, source))
+    given = batch, heads, rows, dim * size, torch.get_num_threads()
+    call = _Copy(to.data_ptr(), source.data_ptr(), *steps, *given)
+    _functions()["copy_rows"](ctypes.byref(call))
+
+
 def _steps(rows: torch.Tensor | None) -> tuple[int, ...]:
     """The strides of a bank's rows [B, Hkv, n, D], but of D."""
     return (0, 0, 0) if rows is None else rows.stride()[:3]
@@ -177,7 +212,7 @@ def _steps(rows: torch.Tensor | None) -> tuple[int, ...]:
 
 @functools.cache
 def _functions() -> dict[str, ctypes._NamedFuncPointer]:
-    names = "normalize", "rotate_store", "rotate_rows", "swiglu_rows"
+    names = "normalize", "rotate_store", "rotate_rows", "swiglu_rows", "copy_rows"
     found = {name: getattr(loaded(), f"omnikv_{name}") for name in names}
     pointers, number, real = [ctypes.c_void_p] * 3, ctypes.c_int, ctypes.c_float
     found["normalize"].argtypes = [*pointers, *[number] * 3, real, number, real, number]
@@ -213,3 +248,7 @@ def _cases() -> Iterator[Case]:
         )
         yield f"a chunk's rotation in {dtype}", found, expected, dtype
         yield f"SwiGLU in {dtype}", swiglu_rows(narrow), swiglu_rows_ref(narrow), dtype
+        held = torch.zeros(1, 4, 3, 64, dtype=dtype)
+        _copy_rows(held[:, :, 1:], narrow[:, :, :4].transpose(1, 2))
+        expected = F.pad(narrow[:, :, :4].transpose(1, 2), (0, 0, 1, 0))
+        yield f"rows copied in {dtype}", held, expected, dtype

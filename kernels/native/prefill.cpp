@@ -305,13 +305,15 @@ static int run(const Call &c) {
     const int most = UNIT / c.group > 0 ? UNIT / c.group : 1;
     // as many units for a few threads, but none that packs for a handful of queries
     const int units = (c.queries + most - 1) / most, size = (c.queries + units - 1) / units;
-    in_pieces(c.threads, (long)units * c.kv_heads, 1, [&](Pieces &pieces) {
+    const long parts = (long)units * c.kv_heads;
+    in_pieces(c.threads, parts, 1, [&](Pieces &pieces) {
         Work<M> work(c);
         if (!work.block) lacking = 1;
         for (long at, stop; work.block && pieces.next(at, stop);)
             for (long i = at; i < stop; i++) {
-                const int first = i / c.kv_heads * size, end = first + size < c.queries ? first + size : c.queries;
-                if (first < end) run_unit<M, Q, X>(c, i % c.kv_heads, first, end, work);
+                const long part = largest_first(i, parts, c.threads);  // later queries see more rows
+                const int first = part / c.kv_heads * size, end = first + size < c.queries ? first + size : c.queries;
+                if (first < end) run_unit<M, Q, X>(c, part % c.kv_heads, first, end, work);
             }
     });
     return lacking ? 2 : 0;

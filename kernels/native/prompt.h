@@ -1,6 +1,7 @@
 // What the kernels of a prompt's attention share: a call, the softmax of a row's logits of one block of
 // keys, and what a row ends in.
 #pragma once
+#include "rounding.h"
 #include "whole.h"
 
 namespace {
@@ -15,12 +16,14 @@ struct Call {
     long key_head, key_row, value_head, value_row;  // strides in bytes
     const int32_t *index;                           // or NULL; strides in elements
     long index_head;
-    float *out, *lse;  // [queries][heads][dim], [queries][heads]
+    char *out;   // [queries][heads][dim], of kind out_kind
+    float *lse;  // [queries][heads]
     int kv_heads, group, dim, queries, kept, start, visited;
     // query c sees visited rows from low + c (none of the chosen ones is ever below) to high + c
     int causal, high, window;
     int threads, exact;  // exact: rows of 8 bits meet queries and weights of float32
     float scale, cap;
+    int out_kind;
 };
 
 struct Rows {  // of a thread's unit, and the scales of its block of keys
@@ -146,14 +149,25 @@ INLINE float soften(const Call &c, Rows &w, float *x, Span seen, int at, typenam
 }
 
 // Write what the rows of queries from `first` on ended in.
-INLINE void give(const Call &c, const Rows &w, int head, int first, int rows) {
+template <class K>
+INLINE void give_as(const Call &c, const Rows &w, int head, int first, int rows) {
     for (int r = 0; r < rows; r++) {
         const long place = (long)(first + r / c.group) * c.kv_heads * c.group + head * c.group + r % c.group;
         const float sum = w.sum[r];
-        for (int d = 0; d < c.dim; d++)
-            c.out[place * c.dim + d] = sum > 0 || sum != sum ? w.out[r * w.wide + d] / sum : 0;
+        for (int d = 0; d < c.dim; d += W) {
+            const Floats found = sum > 0 || sum != sum ? load(w.out + r * w.wide + d) / sum : Floats{};
+            write_some<K>(c.out, place * c.dim + d, c.dim - d, found);
+        }
         c.lse[place] = w.best[r] + logf(sum);
     }
+}
+
+INLINE void give(const Call &c, const Rows &w, int head, int first, int rows) {
+    if (c.out_kind == BFLOAT16) return give_as<BFloat16>(c, w, head, first, rows);
+#if defined(HAS_FLOAT16)
+    if (c.out_kind == FLOAT16) return give_as<Float16>(c, w, head, first, rows);
+#endif
+    give_as<Float32>(c, w, head, first, rows);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // What a layer does beside its products and attention: the norm where no product of ours follows it, in a
 // decode step the rotation of q and k with the store of K, V and the queries before rotation, for a prompt's
-// chunk the rotation alone and what lies between gate, up and down.
+// chunk the rotation alone, what lies between gate, up and down, and rows that are copied.
 #include "norm.h"
 #include "team.h"
 
@@ -133,6 +133,23 @@ static void swiglu_rows(const char *gate_up, char *out, int rows, int size, int 
     });
 }
 
+struct Copy {
+    char *to;
+    const char *from;
+    long to_steps[3], from_steps[3];  // in bytes: from batch to batch, head to head and row to row
+    int batch, heads, rows, bytes, threads;  // bytes: of a row
+};
+
+static void copy_rows(const Copy &c) {
+    const long all = (long)c.batch * c.heads * c.rows;
+    share(all * c.bytes > 2 * MANY ? c.threads : 1, all, 64, [&](long i) {
+        const long at[] = {i / c.rows / c.heads, i / c.rows % c.heads, i % c.rows};
+        long to = 0, from = 0;
+        for (int n = 0; n < 3; n++) to += at[n] * c.to_steps[n], from += at[n] * c.from_steps[n];
+        memcpy(c.to + to, c.from + from, c.bytes);
+    });
+}
+
 }  // namespace
 
 // x [rows, size] times weight [size] -> out; kinds of kinds.h. Returns 0, or 1 for a kind that
@@ -158,5 +175,8 @@ extern "C" int omnikv_swiglu_rows(const char *gate_up, char *out, int kind, int 
     OF_KIND(kind, SWIGLU);
 }
 
+extern "C" void omnikv_copy_rows(const Copy *c) { copy_rows(*c); }
+
+extern "C" int omnikv_sizeof_step_copy() { return sizeof(Copy); }
 extern "C" int omnikv_sizeof_step_rows() { return sizeof(Rows); }
 extern "C" int omnikv_sizeof_step_call() { return sizeof(Call); }

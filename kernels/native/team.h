@@ -40,6 +40,21 @@ typedef void (*Body)(void *what, Pieces &pieces);
 // The pieces that thread `mine` of `threads` begins with, of `pieces`: from .. to - 1.
 inline long lane_from(long pieces, int threads, int mine) { return pieces * mine / threads; }
 
+// The part of the work that piece i stands for, where parts grow: threads are dealt them in turn, the largest
+// first, so that all begin with as much and those that are left at the end are small.
+inline long largest_first(long i, long pieces, int threads) {
+    threads = threads < 1 ? 1 : threads < pieces ? threads : (int)pieces;
+    int mine = 0;
+    while (i >= lane_from(pieces, threads, mine + 1)) mine++;
+    const long round = i - lane_from(pieces, threads, mine);
+    long before = 0;
+    for (int t = 0; t < threads; t++) {
+        const long own = lane_from(pieces, threads, t + 1) - lane_from(pieces, threads, t);
+        before += (own < round ? own : round) + (t < mine && own > round);
+    }
+    return pieces - 1 - before;
+}
+
 }  // namespace
 
 extern "C" void omnikv_team_run(int threads, long count, long piece, Body body, void *what);

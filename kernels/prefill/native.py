@@ -57,6 +57,7 @@ class _Call(ctypes.Structure):
             )  # fmt: skip
         ),
         *((name, ctypes.c_float) for name in ("scale", "cap")),
+        ("out_kind", ctypes.c_int),
     ]
 
 
@@ -126,7 +127,7 @@ def attend_prompt(
         q = stored_queries(q.float(), k)
     if q.stride(2) != 1:
         q = q.contiguous()
-    out, lse = torch.empty(queries, heads, dim), torch.empty(queries, heads)
+    out, lse = torch.empty(queries, heads, dim, dtype=dtype), torch.empty(queries, heads)
     size = k.element_size()
     call = _Call(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), q.stride(1),
@@ -136,12 +137,12 @@ def attend_prompt(
         out.data_ptr(), lse.data_ptr(),
         kv_heads, heads // kv_heads, dim, queries, kept, start, kept + rows - start,
         first is not None, kept + (first or 0) - start, window, torch.get_num_threads(),
-        dtype == torch.float32, scale, softmax.cap,
+        dtype == torch.float32, scale, softmax.cap, FLOATS[dtype],
     )  # fmt: skip
     run = library.omnikv_tiled_prompt if tiled else library.omnikv_prefill
     code = run(ctypes.byref(call), FLOATS[q.dtype], ROWS[k.dtype])
     check(code, f"a prompt's attention of q {q.dtype}, rows {k.dtype}")
-    return out.to(dtype), lse
+    return out, lse
 
 
 def attend_prompts(

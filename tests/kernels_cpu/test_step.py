@@ -272,6 +272,26 @@ def test_rows_of_a_chunk_do_not_depend_on_the_threads():
         assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int8))
+def test_rows_are_copied_wherever_they_lie(dtype):
+    """By any number of threads, beside rows that stay; what is no such copy is torch's."""
+    torch.manual_seed(4)
+    source = torch.randint(-99, 99, (2, 701, 5, 67)).to(dtype)[..., 1:65].transpose(1, 2)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            held = torch.full((2, 5, 800, 66), 7).to(dtype)
+            expected = held.clone()
+            expected[:, :, 3:704, :64] = source
+            copy_rows(held[:, :, 3:704, :64], source)
+            assert torch.equal(held, expected)
+            copy_rows(held[:, :, :701, 1:65], source.double())
+            assert torch.equal(held[:, :, :701, 1:65], source)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [2, 20, 64])
 def test_values_of_unit_size_and_rows_of_another_layer(dtype, dim):

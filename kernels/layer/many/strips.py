@@ -28,7 +28,10 @@ class _Call(ctypes.Structure):
     """`Call` of many.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "residual", "out", "scratch")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("x", "weight", "bias", "residual", "out", "scratch")
+        ),
         *((name, ctypes.c_int) for name in ("rows", "outputs", "inputs", "threads", "gated")),
     ]
 
