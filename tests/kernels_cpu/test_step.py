@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from kernels.layer.linear import pack_linear
 from kernels.layer.native_product import Product, reads
-from kernels.layer.native_step import normalize_rows, rotate_rows, rotate_store, swiglu_rows
+from kernels.layer.native_step import (
+    copy_rows,
+    normalize_rows,
+    rotate_rows,
+    rotate_store,
+    swiglu_rows,
+)
 from kernels.layer.norm import normalize_rows_ref
 from kernels.layer.prompt_fused import rotate_rows_ref, swiglu_rows_ref
 from kernels.layer.rotate_store import rotate_store_ref
