@@ -28,6 +28,7 @@ from engine.load import loaded
 from kernels.launch import isa
 from kernels.launch.softmax import PLAIN, Softmax
 from kernels.layer.linear import pack_linear
+from kernels.layer.many import strips
 from kernels.layer.many.tiles import TiledProduct
 from kernels.native import amx, library
 from kernels.prefill.native import attend_prompt, attends_prompt
@@ -407,7 +408,7 @@ def test_wrong_tiles_are_noticed(vectors, tmp_path):
 def on_amx(made, monkeypatch):
     """A CPU with AMX, as far as Python sees, whose library is the reference."""
     monkeypatch.setattr(isa, "isa", lambda: "amx")
-    for place in (kernels.prefill.native, kernels.layer.linear, library):
+    for place in (kernels.prefill.native, kernels.layer.linear, strips, library):
         monkeypatch.setattr(place, "isa", lambda: "amx")
     for place in PLACES:
         monkeypatch.setattr(place, "loaded", lambda: made)
