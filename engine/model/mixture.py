@@ -3,21 +3,23 @@ best few of them run, and their outputs are added with the router's weights.
 
 A decode step reads its token's own experts, per_token in each layer. On a GPU the device chooses
 them, and one launch multiplies by all of them (kernels/experts): so the step asks the host for
-nothing and is captured. Elsewhere the host runs the chosen ones one after the other; their products
-are those of every other matrix (kernels/layer/linear.py). A prompt's chunk is sorted by expert, and
-the host reads once a layer how many rows each has.
+nothing and is captured. On a CPU one call of the C++ kernels chooses and runs them. Where they are
+in few bits, or there are no kernels, the host runs the chosen ones one after the other. A prompt's
+chunk is sorted by expert, and the host reads once a layer how many rows each has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kernels.experts.choose import best_experts
 from kernels.experts.mix import mix_experts, mixes
+from kernels.experts.native_experts import NativeExperts
 from kernels.experts.open import SILU, Activation, activated
 from kernels.experts.route import Routing, route_experts, router_logits
 from kernels.experts.stack import Stack
@@ -134,9 +136,14 @@ class Mixture:
         """Run the experts that x [B, S, hidden] chooses, or `routed` in its place, and add
         `residual`: [B, S, hidden].
         """
-        if self.join is not None:
-            out = self.join(replace(self, join=None)(x, routed=routed))
-            return out if residual is None else residual + out
+        if self.join is None:
+            return self._mixed(x, residual, routed)
+        out = self.join(self._mixed(x, None, routed))
+        return out if residual is None else residual + out
+
+    def _mixed(
+        self, x: torch.Tensor, residual: torch.Tensor | None, routed: torch.Tensor | None
+    ) -> torch.Tensor:
         flat = x.flatten(0, 1)
         if self.stacks is not None and (torch.compiler.is_compiling() or len(flat) <= MOST_ROWS):
             experts, router = self.experts, (self.router, self.bias)
@@ -144,26 +151,40 @@ class Mixture:
             added, read = (None if t is None else t.flatten(0, 1) for t in (residual, routed))
             more = experts.sigmoid, experts.routing, read, self.share
             return mix_experts(flat, *given, added, *more).view_as(x)
-        chosen = self.route(flat if routed is None else routed.flatten(0, 1))
+        read = flat if routed is None else routed.flatten(0, 1)
+        if len(flat) == 1 and not torch.compiler.is_compiling() and (native := self._native):
+            added = None if residual is None else residual.flatten(0, 1)
+            chosen = self.route(read) if self.experts.routing is not None else None
+            return native(flat, added, None if routed is None else read, chosen).view_as(x)
+        chosen = self.route(read)
         out = (self._one_row if len(flat) == 1 else self._sorted)(flat, *chosen).view_as(x)
         return out if residual is None else residual + out
+
+    @cached_property
+    def _native(self) -> NativeExperts | None:
+        """All experts and the router as the C++ kernels take them; None where they do not."""
+        firsts, lasts = (
+            [m.product for m in held if isinstance(m, Linear) and m.product is not None]
+            for held in (self.gate_up, self.down)
+        )
+        experts, count, dtype = self.experts, self.experts.count, self.router.dtype
+        whole = len(firsts) == len(lasts) == count
+        if not whole or not NativeExperts.takes(self.router, firsts + lasts, experts.per_token):
+            return None
+        bias, correction = (None, self.bias) if experts.corrected else (self.bias, None)
+        given = experts.per_token, experts.normalise, experts.activation
+        bias = None if bias is None else bias.to(dtype)
+        return NativeExperts(self.router, firsts, lasts, *given, bias, correction, self.share)
 
     def _one_row(
         self, flat: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
-        """Run a decode step's experts: one activation and one sum for all of them, or SwiGLU where
-        a product has it.
+        """Run a decode step's experts where they are in few bits or there are no C++ kernels: one
+        activation and one sum for all of them.
         """
         numbers = chosen[0].tolist()
-        first, products = [self.gate_up[number] for number in numbers], []
-        if self.experts.activation == SILU:
-            own = (matrix.own(flat) for matrix in first if isinstance(matrix, Linear))
-            products = [product for product in own if product is not None]
-        if len(products) == len(numbers):
-            opened = [product(flat, gated=True) for product in products]
-        else:
-            both = torch.cat([matrix(flat) for matrix in first])
-            opened = list(activated(both, self.experts.activation).split(1))
+        both = torch.cat([self.gate_up[number](flat) for number in numbers])
+        opened = activated(both, self.experts.activation).split(1)
         parts = torch.cat([self.down[number](part) for number, part in zip(numbers, opened)])
         return torch.mm(weights, parts)
 

@@ -56,7 +56,7 @@ class Product:
         pointer = None if bias is None else bias.data_ptr()
         kind = FLOATS[weight.dtype]
         self._matrix = _Matrix(weight.data_ptr(), pointer, kind, self.outputs, self.inputs)
-        self._at = ctypes.addressof(self._matrix)
+        self.at = ctypes.addressof(self._matrix)  # of the struct that kernels take
         paired = weight.dtype == torch.bfloat16 and isa() in ("avx512_bf16", "amx", "neon_bf16")
         usual = PAIRED_ROWS if paired else ROWS.get(isa(), ARM_ROWS)
         self.most_rows = usual if most is None else most
@@ -85,7 +85,7 @@ class Product:
         kept = torch.float32 if wide else self.dtype
         out = torch.empty((*x.shape[:-1], outputs), dtype=kept)
         code = _function()(
-            self._at,
+            self.at,
             x.data_ptr(),
             None if norm is None else norm.data_ptr(),
             eps,

@@ -41,6 +41,7 @@ SOURCES = (
     "conv.cpp",
     "drawn.cpp",
     "drop.cpp",
+    "experts.cpp",
     "far.cpp",
     "few_bits.cpp",
     "gates.cpp",

@@ -1,0 +1,136 @@
+"""A mixture of experts of floats for one row by the C++ kernels, in one call: the router's product,
+the choice, and every chosen expert, each read once as it is stored.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from kernels.experts.choose import best_experts
+from kernels.experts.open import SILU, Activation, activated
+from kernels.layer.native_product import Product
+from kernels.native.kinds import FLOATS
+from kernels.native.library import Binding, Case, check, loaded
+
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped", "relu2")  # as experts.cpp numbers them
+CHOSEN = 64  # experts that a row may choose there
+
+
+class _Mixture(ctypes.Structure):
+    """`Mixture` of experts.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("router", "first", "last", "correction", "factors")),
+        *((name, ctypes.c_int) for name in ("count", "per_token", "normalise", "activation")),
+        *((name, ctypes.c_float) for name in ("limit", "alpha")),
+    ]
+
+
+class _Call(ctypes.Structure):
+    """`Call` of experts.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("mixture", "x", "routed", "residual", "out")),
+        *((name, ctypes.c_void_p) for name in ("numbers", "shares")),
+        ("threads", ctypes.c_int),
+    ]
+
+
+_BINDING = Binding("mixtures", omnikv_sizeof_mixture=_Mixture, omnikv_sizeof_mixture_call=_Call)
+
+
+class NativeExperts:
+    """A layer's router [E, H], contiguous, and both products of its E experts, all of floats of one
+    dtype, as the kernels take them. per_token, normalise, activation: as in `mix_experts`
+    (kernels/experts/mix.py). bias [E]: of the router; correction [E]: sigmoids choose then; factors
+    [E]: of each expert's shares.
+    """
+
+    def __init__(
+        self,
+        router: torch.Tensor,
+        first: Sequence[Product],
+        last: Sequence[Product],
+        per_token: int,
+        normalise: bool,
+        activation: Activation = SILU,
+        bias: torch.Tensor | None = None,
+        correction: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
+    ) -> None:
+        count, (kind, limit, alpha) = len(first), activation
+        self.dtype, self.per_token = router.dtype, per_token
+        self._product = Product(router, bias)
+        arrays = [(ctypes.c_void_p * count)(*(p.at for p in held)) for held in (first, last)]
+        wide = [None if t is None else t.float().contiguous() for t in (correction, factors)]
+        self._held = first, last, arrays, wide  # the kernels have their addresses only
+        given = (None if t is None else t.data_ptr() for t in wide)
+        at = (ctypes.addressof(array) for array in arrays)
+        numbers = count, per_token, normalise, ACTIVATIONS.index(kind)
+        self._mixture = _Mixture(self._product.at, *at, *given, *numbers, limit, alpha)
+
+    @staticmethod
+    def takes(router: torch.Tensor, products: Sequence[Product], per_token: int) -> bool:
+        """Whether the kernels take this router with these products."""
+        ours = router.device.type == "cpu" and router.is_contiguous() and router.dtype in FLOATS
+        alike = all(p.dtype == router.dtype for p in products)
+        return ours and alike and per_token <= CHOSEN and _BINDING.usable()
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        routed: torch.Tensor | None = None,
+        chosen: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Run the experts that the row x [1, H] chooses and add residual [1, H]: [1, H].
+
+        routed [1, H]: what the router reads in place of x. chosen: shares and numbers int64, both
+        [1, per_token], where the choice was made elsewhere. Equal logits go to the lower number.
+        Sums are float32, rounded to the dtype after each product, the gate's activation, the
+        activation, the experts' sum and the residual. Results do not depend on the number of
+        threads. Raises MemoryError where the kernel's own buffers do not fit.
+        """
+        held = [t if t is None else t.contiguous() for t in (x, routed, residual)]
+        shares, numbers = (None, None) if chosen is None else chosen
+        given = (numbers, None if shares is None else shares.float().contiguous())
+        out = torch.empty_like(held[0])
+        at = (None if t is None else t.data_ptr() for t in (*held, out, *given))
+        call = _Call(ctypes.addressof(self._mixture), *at, torch.get_num_threads())
+        check(_function()(ctypes.addressof(call)), f"a mixture of {self.dtype}")
+        return out
+
+
+@functools.cache
+def _function() -> ctypes._NamedFuncPointer:
+    function = loaded().omnikv_mixture
+    function.argtypes = [ctypes.c_void_p]
+    return function
+
+
+@_BINDING.self_test
+def _mixtures() -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(1)
+    count, hidden, width, taken = 5, 72, 20, 3
+    sizes = (count, hidden), (count,), (1, hidden), (1, hidden)
+    held = [torch.randn(*size, generator=generator) for size in sizes]
+    opened = torch.randn(count, 2 * width, hidden, generator=generator) / 8
+    closed = torch.randn(count, hidden, width, generator=generator) / 4
+    for dtype in FLOATS:
+        router, correction, x, residual = (t.to(dtype) for t in held)
+        first, last = opened.to(dtype), closed.to(dtype)
+        products = [[Product(weight) for weight in both] for both in (first, last)]
+        for corrected in (None, correction):
+            logits = F.linear(x, router)
+            shares, numbers = best_experts(logits, taken, True, corrected)
+            expected = residual.double()
+            for share, number in zip(shares[0].to(dtype).double(), numbers[0].tolist()):
+                middle = activated(F.linear(x.double(), first[number].double()))
+                expected = expected + share * F.linear(middle, last[number].double())
+            found = NativeExperts(router, *products, taken, True, correction=corrected)
+            yield f"a mixture in {dtype}", found(x, residual), expected, dtype
