@@ -1,5 +1,6 @@
-// Scores of all rows by a window of queries (kernels/select/window_scores.py): for each row the weighted sum over
-// the queries of their largest weight or logit among all heads.
+// Scores of all rows by a window of queries (kernels/select/window_scores.py), or by a block of a prompt's whose
+// log-sum-exps are known (column_scores.py): for each row the weighted sum over the queries of their largest weight
+// or logit among all heads.
 //
 // The queries of a head lie in the lanes of vectors, so that a product meets a number of a key as it lies in memory,
 // nothing is packed, and neither the softmax nor the largest of the heads takes a step across lanes. The first pass
@@ -26,6 +27,9 @@ struct Call {
     const float *alpha;  // [window], newest last
     const float *sinks;  // [heads * group] or NULL
     float *scores;       // [rows]
+    // of each query and head, elements apart, where they are known and every query sees every row; or NULL
+    const float *lse;
+    long lse_query, lse_head;
     int window, heads, group, dim, rows, softmax, threads;  // softmax: weights, else logits
     float scale, cap;
 };
@@ -155,7 +159,7 @@ template <int V>
 INLINE void end_logits(const Call &c, const Queries &q, int vector, int first, int count, float *l) {
     Ints limits[V];
     UNROLL for (int v = 0; v < V; v++) limits[v] = limits_of(c, vector + v, q);
-    const int least = c.rows - (c.window - 1);
+    const int least = c.lse ? c.rows : c.rows - (c.window - 1);
     for (int t = 0; t < count; t++)
         UNROLL for (int v = 0; v < V; v++) {
             float *const at = l + (t * V + v) * W;
@@ -228,6 +232,14 @@ static void join_splits(const Call &c, const Queries &q, const float *parts, int
     }
 }
 
+// The log-sum-exps that are known, in the lanes of their queries.
+static void lay_sums(const Call &c, const Queries &q) {
+    memset(q.total, 0, sizeof(float) * c.heads * q.vectors * W);
+    for (int h = 0; h < c.heads * c.group; h++)
+        for (int j = 0; j < c.window; j++)
+            q.total[(long)h * q.of_head * W + j] = c.lse[j * c.lse_query + h * c.lse_head];
+}
+
 // ---- the second pass
 
 // Scores of rows first .. first + count - 1.
@@ -269,13 +281,14 @@ static int run(const Call &c) {
     static thread_local Scratch held;
     Queries q;
     q.count<Way<K>>(c);
-    const int lanes = q.vectors * W, splits = c.softmax ? (c.rows + SPLIT - 1) / SPLIT : 0;
+    const int lanes = q.vectors * W, splits = c.softmax && !c.lse ? (c.rows + SPLIT - 1) / SPLIT : 0;
     const long sums = 2l * splits * c.heads * lanes;
     q.across = (float *)held.get(4 * (q.size * c.heads + (long)c.heads * lanes + sums));
     if (!q.across) return 2;
     q.total = q.across + q.size * c.heads;
     float *const parts = q.total + c.heads * lanes;
     lay_queries<K>(c, q);
+    if (c.lse) lay_sums(c, q);
     std::atomic<int> lacking{0};
     const long keys = lies<K>() ? 0 : (long)TILE * c.dim;
     in_pieces(c.threads, (long)splits * c.heads, 1, [&](Pieces &pieces) {

@@ -19,6 +19,7 @@ from kernels.launch.triton import tl, triton
 from kernels.rows.forms import is_packed, key_floats, stored_queries, unpack_keys
 from kernels.rows.int4_tiles import columns
 from kernels.rows.tiles import load_keys, scaled_logits
+from kernels.select.window.native import score_columns, scores_window
 
 # rows per block on a CPU: the block's logits (4 B x C x G x ROWS, 3 MB at C = 256, G = 3) stay near
 # the cache
@@ -47,13 +48,29 @@ def column_scores(
     float32; softmax: its cap on logits (sinks are in lse). Mutates sums below each stop, and
     nothing beyond. Raises ValueError for an unknown backend.
     """
-    if choose(backend, q) == "triton":
+    chosen = choose(backend, q, lambda: scores_window(q, k))
+    if chosen == "triton":
         column_scores_triton(q, k, lse, blocks, start, stride, scale, sums, softmax)
         return
-    score = column_scores_ref if backend == "reference" else column_scores_cpu
+    forms = {"native": _column_scores_native, "cpu": column_scores_cpu}
+    score = forms.get(chosen, column_scores_ref)
     for n, (first, last, stop) in enumerate(blocks):
         part = slice(first - start, last - start, stride)
         score(q[:, part], k, lse[:, part], stop, scale, sums[:, n], softmax)
+
+
+def _column_scores_native(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    stop: int,
+    scale: float,
+    sums: torch.Tensor,
+    softmax: Softmax,
+) -> None:
+    """One block by the C++ kernel, arguments as `column_scores_ref`."""
+    for b in range(len(q)) if stop and q.shape[1] else ():
+        score_columns(q[b], k[b, :, :stop], lse[b], scale, sums[b, :stop], softmax.cap)
 
 
 def column_scores_ref(

@@ -1,4 +1,4 @@
-"""The scores of all rows by a window of queries, by the C++ kernel."""
+"""The scores of all rows by a window of queries, or by a block of a prompt's, by the C++ kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "k")),
         *((name, ctypes.c_long) for name in ("query", "query_head", "key_head", "key_row")),
-        *((name, ctypes.c_void_p) for name in ("alpha", "sinks", "scores")),
+        *((name, ctypes.c_void_p) for name in ("alpha", "sinks", "scores", "lse")),
+        *((name, ctypes.c_long) for name in ("lse_query", "lse_head")),
         *(
             (name, ctypes.c_int)
             for name in ("window", "heads", "group", "dim", "rows", "softmax", "threads")
@@ -53,13 +54,44 @@ def score_window(
     n, D]. q [W, H, D]; scores float32 [n], contiguous, which it sets. Raises MemoryError where
     queries find no room. Results do not depend on the number of threads.
     """
-    size, alpha = k.element_size(), alpha.contiguous()
     sinks = None if softmax.sinks is None else softmax.sinks.contiguous()
+    _score(q, k, scale, alpha, sinks, None, kind == "softmax", scores, softmax.cap)
+
+
+def score_columns(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    scores: torch.Tensor,
+    cap: float = 0.0,
+) -> None:
+    """A block of `column_scores` (kernels/select/column_scores.py) for one sequence: all queries q
+    [C, H, D] score all rows of k [Hkv, n, D] under their log-sum-exps lse float32 [C, H]. scores
+    float32 [n], contiguous, which it sets. Raises MemoryError where queries find no room. Results
+    do not depend on the number of threads.
+    """
+    _score(q, k, scale, torch.ones(len(q)), None, lse, True, scores, cap)
+
+
+def _score(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scale: float,
+    alpha: torch.Tensor,
+    sinks: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    weights: bool,
+    scores: torch.Tensor,
+    cap: float,
+) -> None:
+    size, alpha = k.element_size(), alpha.contiguous()
     call = _Call(
         q.data_ptr(), k.data_ptr(), *q.stride()[:2], *(step * size for step in k.stride()[:2]),
         alpha.data_ptr(), None if sinks is None else sinks.data_ptr(), scores.data_ptr(),
+        *((None, 0, 0) if lse is None else (lse.data_ptr(), *lse.stride())),
         q.shape[0], k.shape[0], q.shape[1] // k.shape[0], q.shape[2], k.shape[1],
-        kind == "softmax", torch.get_num_threads(), scale, softmax.cap,
+        weights, torch.get_num_threads(), scale, cap,
     )  # fmt: skip
     code = loaded().omnikv_window_scores(ctypes.byref(call), FLOATS[k.dtype])
     check(code, f"scores of a window of {k.dtype}")
@@ -93,3 +125,9 @@ def _windows() -> Iterator[Case]:
             score_window(queries, keys, 0.3, alpha, kind, found, softmax)
             expected = _expected(queries, keys, alpha, kind, softmax)
             yield f"{kind} scores of a window in {dtype}", found, expected, torch.float32
+        known, found = torch.randn(5, 6, generator=generator), torch.empty(1101)
+        score_columns(queries, keys, known, 0.3, found, 2.0)
+        wide = keys.double().repeat_interleave(3, 0)
+        logits = Softmax(2.0).capped(torch.einsum("whd,hnd->whn", queries.double(), wide) * 0.3)
+        expected = (logits - known[..., None]).amax(1).exp().sum(0)
+        yield f"scores of a prompt's block in {dtype}", found, expected, torch.float32
