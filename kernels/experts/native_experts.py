@@ -96,11 +96,11 @@ class NativeExperts:
         activation, the experts' sum and the residual. Results do not depend on the number of
         threads. Raises MemoryError where the kernel's own buffers do not fit.
         """
-        held = [t if t is None else t.contiguous() for t in (x, routed, residual)]
-        shares, numbers = (None, None) if chosen is None else chosen
-        given = (numbers, None if shares is None else shares.float().contiguous())
-        out = torch.empty_like(held[0])
-        at = (None if t is None else t.data_ptr() for t in (*held, out, *given))
+        x, (shares, numbers) = x.contiguous(), (None, None) if chosen is None else chosen
+        shares, out = None if shares is None else shares.float(), torch.empty_like(x)
+        given = (x, routed, residual, out, numbers, shares)
+        held = [t if t is None else t.contiguous() for t in given]
+        at = (None if t is None else t.data_ptr() for t in held)
         call = _Call(ctypes.addressof(self._mixture), *at, torch.get_num_threads())
         check(_function()(ctypes.addressof(call)), f"a mixture of {self.dtype}")
         return out
@@ -124,7 +124,7 @@ def _mixtures() -> Iterator[Case]:
     for dtype in FLOATS:
         router, correction, x, residual = (t.to(dtype) for t in held)
         first, last = opened.to(dtype), closed.to(dtype)
-        products = [[Product(weight) for weight in both] for both in (first, last)]
+        firsts, lasts = ([Product(weight) for weight in both] for both in (first, last))
         for corrected in (None, correction):
             logits = F.linear(x, router)
             shares, numbers = best_experts(logits, taken, True, corrected)
@@ -132,5 +132,5 @@ def _mixtures() -> Iterator[Case]:
             for share, number in zip(shares[0].to(dtype).double(), numbers[0].tolist()):
                 middle = activated(F.linear(x.double(), first[number].double()))
                 expected = expected + share * F.linear(middle, last[number].double())
-            found = NativeExperts(router, *products, taken, True, correction=corrected)
+            found = NativeExperts(router, firsts, lasts, taken, True, correction=corrected)
             yield f"a mixture in {dtype}", found(x, residual), expected, dtype
