@@ -19,6 +19,7 @@ import torch
 
 from kernels.experts.choose import best_experts
 from kernels.experts.mix import mix_experts, mixes
+from kernels.experts.native_experts import ROWS as NATIVE_ROWS
 from kernels.experts.native_experts import NativeExperts
 from kernels.experts.open import SILU, Activation, activated
 from kernels.experts.route import Routing, route_experts, router_logits
@@ -152,7 +153,8 @@ class Mixture:
             more = experts.sigmoid, experts.routing, read, self.share
             return mix_experts(flat, *given, added, *more).view_as(x)
         read = flat if routed is None else routed.flatten(0, 1)
-        if len(flat) == 1 and not torch.compiler.is_compiling() and (native := self._native):
+        few = len(flat) <= NATIVE_ROWS and not torch.compiler.is_compiling()
+        if few and (native := self._native):
             added = None if residual is None else residual.flatten(0, 1)
             chosen = self.route(read) if self.experts.routing is not None else None
             return native(flat, added, None if routed is None else read, chosen).view_as(x)

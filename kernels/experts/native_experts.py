@@ -1,5 +1,5 @@
-"""A mixture of experts of floats for one row by the C++ kernels, in one call: the router's product,
-the choice, and every chosen expert, each read once as it is stored.
+"""A mixture of experts of floats for a few rows by the C++ kernels, in one call: the router's
+product, the choice, and every chosen expert, each read once as it is stored.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kernels.native.library import Binding, Case, check, loaded
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped", "relu2")  # as experts.cpp numbers them
 CHOSEN = 64  # experts that a row may choose there
+ROWS = 8  # of a call
 
 
 class _Mixture(ctypes.Structure):
@@ -37,7 +38,7 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("mixture", "x", "routed", "residual", "out")),
         *((name, ctypes.c_void_p) for name in ("numbers", "shares")),
-        ("threads", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("rows", "threads")),
     ]
 
 
@@ -88,20 +89,21 @@ class NativeExperts:
         routed: torch.Tensor | None = None,
         chosen: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Run the experts that the row x [1, H] chooses and add residual [1, H]: [1, H].
+        """Run the experts that the rows x [R, H] choose and add residual [R, H]: [R, H].
 
-        routed [1, H]: what the router reads in place of x. chosen: shares and numbers int64, both
-        [1, per_token], where the choice was made elsewhere. Equal logits go to the lower number.
-        Sums are float32, rounded to the dtype after each product, the gate's activation, the
-        activation, the experts' sum and the residual. Results do not depend on the number of
-        threads. Raises MemoryError where the kernel's own buffers do not fit.
+        At most ROWS rows. routed [R, H]: what the router reads in place of x. chosen: shares and
+        numbers int64, both [R, per_token], where the choice was made elsewhere. Equal logits go to
+        the lower number, and a row's choice does not hang on the others. Sums are float32, rounded
+        to the dtype after each product, the gate's activation, the activation, the experts' sum
+        (ascending) and the residual. Results do not depend on the number of threads. Raises
+        MemoryError where the kernel's own buffers do not fit.
         """
         x, (shares, numbers) = x.contiguous(), (None, None) if chosen is None else chosen
         shares, out = None if shares is None else shares.float(), torch.empty_like(x)
         given = (x, routed, residual, out, numbers, shares)
         held = [t if t is None else t.contiguous() for t in given]
         at = (None if t is None else t.data_ptr() for t in held)
-        call = _Call(ctypes.addressof(self._mixture), *at, torch.get_num_threads())
+        call = _Call(ctypes.addressof(self._mixture), *at, len(x), torch.get_num_threads())
         check(_function()(ctypes.addressof(call)), f"a mixture of {self.dtype}")
         return out
 

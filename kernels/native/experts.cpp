@@ -1,5 +1,5 @@
-// A mixture of experts for one row: the router's product, the choice, the first matrix of every chosen
-// expert with its activation, and the sum of their last ones, each expert of floats and read once.
+// A mixture of experts for up to 8 rows: the router's product, the choice, the first matrix of every chosen
+// expert with its activation, and the sum of their last ones, each expert of floats and read once for its rows.
 #include <math.h>
 
 #include "product.h"
@@ -21,17 +21,17 @@ struct Mixture {
 
 struct Call {
     const Mixture *mixture;
-    const char *x, *routed, *residual;  // [hidden]; what the router reads; or NULL
-    char *out;                          // [hidden]
-    const int64_t *numbers;             // [per_token]: what was chosen elsewhere, or NULL
-    const float *shares;                // [per_token], of those
-    int threads;
+    const char *x, *routed, *residual;  // [rows, hidden]; what the router reads; or NULL
+    char *out;                          // [rows, hidden]
+    const int64_t *numbers;             // [rows, per_token]: what was chosen elsewhere, or NULL
+    const float *shares;                // likewise, of those
+    int rows, threads;                  // rows: at most MOST
 };
 
 // A NaN ranks highest, as in torch.topk.
 INLINE float rank_of(float x) { return x == x ? x : INFINITY; }
 
-// The best of `ranks`, which are written over: the lower number among equals. Returns 1 where all are taken.
+// The best of `ranks`: the lower number among equals.
 static void take_best(float *ranks, const Mixture &m, int *numbers) {
     for (int i = 0; i < m.per_token; i++) {
         int best = -1;
@@ -68,42 +68,102 @@ static void choose(const Mixture &m, const float *logits, float *ranks, int *num
 
 INLINE Floats sigmoid_of(Floats x) { return 1 / (1 + exponential(x < -88 ? all(88) : -x)); }
 
-// Outputs first .. of an expert's activation, `count` <= W of them.
+// Outputs first .. of an expert's activation for its rows, `count` <= W of them.
 template <class P>
-static Floats opened(const ProductCall &c, const Mixture &m, const typename P::Element *x, int ahead, int first,
-                     int count) {
+static void open_block(const ProductCall &c, const Mixture &m, const typename P::Element *x, int ahead, int first,
+                       int count, Floats *gate) {
     typedef Kept<typename P::Kind> Kind;
-    Floats gate[1] = {}, up[1] = {};
+    Floats up[MOST] = {};
     if (m.activation == SQUARED) {
         multiply<P>(c, x, ahead, first, count, gate);
-        const Floats positive = gate[0] < 0 ? Floats{} : gate[0];  // NaN stays
-        return positive * positive;
-    }
-    if (m.activation == CLAMPED) {  // gates and ups in turns
+        for (int r = 0; r < c.rows; r++) {
+            const Floats positive = gate[r] < 0 ? Floats{} : gate[r];  // NaN stays
+            gate[r] = positive * positive;
+        }
+    } else if (m.activation == CLAMPED) {  // gates and ups in turns
         const int low = 2 * count < W ? 2 * count : W;
         multiply<P>(c, x, ahead, 2 * first, low, gate);
         if (2 * count > W) multiply<P>(c, x, ahead, 2 * first + W, 2 * count - W, up);
-        float both[2 * W], gates[W], ups[W];
-        store(both, gate[0]), store(both + W, up[0]);
-        for (int i = 0; i < W; i++) gates[i] = both[2 * i], ups[i] = both[2 * i + 1];
-        Floats g = load(gates), u = load(ups);
-        g = g > m.limit ? all(m.limit) : g;  // NaN stays
-        u = u > m.limit ? all(m.limit) : u < -m.limit ? all(-m.limit) : u;
-        return (u + 1) * (g * sigmoid_of(g * m.alpha));
+        for (int r = 0; r < c.rows; r++) {
+            float both[2 * W], gates[W], ups[W];
+            store(both, gate[r]), store(both + W, up[r]);
+            for (int i = 0; i < W; i++) gates[i] = both[2 * i], ups[i] = both[2 * i + 1];
+            Floats g = load(gates), u = load(ups);
+            g = g > m.limit ? all(m.limit) : g;  // NaN stays
+            u = u > m.limit ? all(m.limit) : u < -m.limit ? all(-m.limit) : u;
+            gate[r] = (u + 1) * (g * sigmoid_of(g * m.alpha));
+        }
+    } else {
+        multiply<P>(c, x, ahead, first, count, gate);
+        multiply<P>(c, x, ahead, c.matrix->outputs / 2 + first, count, up);
+        for (int r = 0; r < c.rows; r++) {
+            const Floats g = gate[r];
+            // (1 + tanh(u)) / 2 is the sigmoid of 2 u
+            const Floats turned = 1.5957691216057308f * (g + 0.044715f * g * g * g);
+            gate[r] = Kind::rounded(m.activation == GELU ? g * sigmoid_of(turned) : silu(g)) * up[r];
+        }
     }
-    multiply<P>(c, x, ahead, first, count, gate);
-    multiply<P>(c, x, ahead, c.matrix->outputs / 2 + first, count, up);
-    const Floats g = gate[0];
-    // (1 + tanh(u)) / 2 is the sigmoid of 2 u
-    const Floats turned = m.activation == GELU ? 1.5957691216057308f * (g + 0.044715f * g * g * g) : g;
-    const Floats acted = m.activation == GELU ? g * sigmoid_of(turned) : silu(g);
-    return Kind::rounded(acted) * up[0];
 }
+
+// The experts that the rows of a call chose: each once, ascending, with the rows that chose it.
+struct List {
+    int count, numbers[CHOSEN * MOST];
+    int first[CHOSEN * MOST + 1];  // of an expert's rows among all pairs of an expert and a row
+    int row[CHOSEN * MOST];
+    float share[CHOSEN * MOST];
+
+    // numbers, shares: [rows][each].
+    void make(const int *chosen, const float *shares, int rows, int each, int experts) {
+        count = 0;
+        int pairs = 0;
+        for (int e = 0; e < experts; e++) {
+            const int from = pairs;
+            for (int i = 0; i < rows * each; i++)
+                if (chosen[i] == e) row[pairs] = i / each, share[pairs++] = shares[i];
+            if (pairs > from) numbers[count] = e, first[count++] = from;
+        }
+        first[count] = pairs;
+    }
+    int rows(int i) const { return first[i + 1] - first[i]; }
+};
 
 template <class P>
 INLINE int padded(int columns) {
     return (columns + 2 * P::width - 1) / (2 * P::width) * (2 * P::width);
 }
+
+INLINE ProductCall rows_of(const Matrix *matrix, int rows, const char *x = nullptr) {
+    return {matrix, x, nullptr, nullptr, nullptr, 0, rows, 0, 0, 1, {}};
+}
+
+// What each row chooses, and the shares as K rounds them: by itself, whatever rows go with it.
+template <class P>
+static void choose_all(const Call &c, const typename P::Element *x, int ahead, float *logits, int *numbers,
+                       float *shares) {
+    typedef typename P::Kind K;
+    const Mixture &m = *c.mixture;
+    if (c.numbers) {
+        for (int i = 0; i < c.rows * m.per_token; i++) numbers[i] = c.numbers[i], shares[i] = c.shares[i];
+    } else {
+        const long blocks = (m.count + W - 1) / W;
+        const bool many = (long)m.count * m.router->inputs * K::bytes > LITTLE;
+        share(many ? c.threads : 1, blocks, 1, [&](long block) {
+            const int first = block * W, count = m.count - first < W ? m.count - first : W;
+            for (int r = 0; r < c.rows; r++) {
+                Floats found[1];
+                multiply<P>(rows_of(m.router, 1), x + (long)r * ahead, ahead, first, count, found);
+                write_some<Float32>(logits + (long)r * m.count, first, count, found[0]);
+            }
+        });
+        float *const ranks = logits + (long)c.rows * m.count;
+        for (int r = 0; r < c.rows; r++)
+            choose(m, logits + (long)r * m.count, ranks, numbers + r * m.per_token, shares + r * m.per_token);
+    }
+    for (int i = 0; i < c.rows * m.per_token; i++) shares[i] = Kept<K>::rounded(all(shares[i]))[0];
+}
+
+// Pieces of blocks of so many bytes each.
+INLINE long piece_of(long bytes) { return bytes < PIECE ? PIECE / (bytes + 1) + 1 : 1; }
 
 // Returns 0, or 2 without memory.
 template <class P>
@@ -112,59 +172,57 @@ static int run(const Call &c) {
     typedef typename P::Element Element;
     static thread_local Scratch scratch;
     const Mixture &m = *c.mixture;
-    const int hidden = m.router->inputs, width = m.last[0]->inputs, n = m.per_token;
+    const int hidden = m.router->inputs, width = m.last[0]->inputs, pairs = c.rows * m.per_token;
     const int ahead = padded<P>(hidden), apart = padded<P>(width);
-    const long elements = ahead + (long)n * apart;
-    float *logits = (float *)scratch.get(sizeof(float) * 2 * m.count + 64 + sizeof(Element) * elements);
+    const long numbers_bytes = sizeof(float) * (c.rows + 1l) * m.count + 64;
+    const long rows = pairs + MOST;  // the prepared rows of a product lie in whole blocks of MOST
+    float *logits = (float *)scratch.get(numbers_bytes + sizeof(Element) * ((rows + MOST) * ahead + rows * apart));
     if (!logits) return 2;
-    float *ranks = logits + m.count;
-    Element *x = (Element *)(((uintptr_t)(ranks + m.count) + 63) & ~(uintptr_t)63), *middle = x + ahead;
-    const long expert = (long)m.first[0]->outputs * hidden * K::bytes;
-    const int threads = n * expert > LITTLE ? c.threads : 1;
+    Element *x = (Element *)(((uintptr_t)(logits + (c.rows + 1l) * m.count) + 63) & ~(uintptr_t)63);
+    Element *given = x + (long)MOST * ahead, *middle = given + rows * ahead;
+    int numbers[CHOSEN * MOST];
+    float shares[CHOSEN * MOST];
+    List list;
 
-    int numbers[CHOSEN];
-    float shares[CHOSEN];
-    if (!c.numbers) {
-        prepare<P>({m.router, c.routed ? c.routed : c.x, nullptr, nullptr, nullptr, 0, 1, 0, 0, 1, {}}, x, ahead);
-        const long blocks = (m.count + W - 1) / W;
-        const bool many = (long)m.count * hidden * K::bytes > LITTLE;
-        share(many ? c.threads : 1, blocks, 1, [&](long block) {
-            const int first = block * W, count = m.count - first < W ? m.count - first : W;
-            const ProductCall some = {m.router, nullptr, nullptr, nullptr, nullptr, 0, 1, 0, 0, 1, {}};
-            Floats found[1];
-            multiply<P>(some, x, ahead, first, count, found);
-            write_some<Float32>(logits, first, count, found[0]);
-        });
-        choose(m, logits, ranks, numbers, shares);
-    }
-    for (int i = 0; i < n; i++) {
-        if (c.numbers) numbers[i] = c.numbers[i], shares[i] = c.shares[i];
-        shares[i] = Kept<K>::rounded(all(shares[i]))[0];
-    }
-    if (c.numbers || c.routed)
-        prepare<P>({m.router, c.x, nullptr, nullptr, nullptr, 0, 1, 0, 0, 1, {}}, x, ahead);
+    prepare<P>(rows_of(m.router, c.rows, c.routed ? c.routed : c.x), x, ahead);
+    choose_all<P>(c, x, ahead, logits, numbers, shares);
+    list.make(numbers, shares, c.rows, m.per_token, m.count);
+    if (c.routed) prepare<P>(rows_of(m.router, c.rows, c.x), x, ahead);
+    for (int i = 0; i < pairs && c.rows > 1; i++)
+        memcpy(given + (long)i * ahead, x + (long)list.row[i] * ahead, sizeof(Element) * ahead);
+    if (c.rows == 1) given = x;
+    const long of_row = c.rows > 1 ? ahead : 0;
 
-    const long of_expert = (width + W - 1) / W, block_bytes = expert / of_expert;
-    share(threads, n * of_expert, block_bytes < PIECE ? PIECE / (block_bytes + 1) + 1 : 1, [&](long block) {
-        const int i = block / of_expert, first = block % of_expert * W;
-        const ProductCall some = {m.first[numbers[i]], nullptr, nullptr, nullptr, nullptr, 0, 1, 0, 0, 1, {}};
+    const long expert = (long)m.first[0]->outputs * hidden * K::bytes, blocks = (width + W - 1) / W;
+    const int threads = list.count * expert > LITTLE ? c.threads : 1;
+    share(threads, list.count * blocks, piece_of(expert / blocks), [&](long block) {
+        const int i = block / blocks, first = block % blocks * W;
         const int count = width - first < W ? width - first : W;
-        P::keep(middle + (long)i * apart + first, opened<P>(some, m, x, ahead, first, count));
-        if (first + W >= width)  // what products read behind the last
-            memset(middle + (long)i * apart + width, 0, sizeof(Element) * (apart - width));
-    });
-    const long blocks = (hidden + W - 1) / W, sums = (long)n * W * width * K::bytes;
-    share(threads, blocks, sums < PIECE ? PIECE / (sums + 1) + 1 : 1, [&](long block) {
-        const int first = block * W, count = hidden - first < W ? hidden - first : W;
-        Floats sum = {}, found[1];
-        for (int i = 0; i < n; i++) {
-            const ProductCall some = {m.last[numbers[i]], nullptr, nullptr, nullptr, nullptr, 0, 1, 0, 0, 1, {}};
-            multiply<P>(some, middle + (long)i * apart, apart, first, count, found);
-            sum += shares[i] * found[0];
+        Floats found[MOST] = {};
+        const ProductCall call = rows_of(m.first[list.numbers[i]], list.rows(i));
+        open_block<P>(call, m, given + list.first[i] * of_row, ahead, first, count, found);
+        for (int r = 0; r < call.rows; r++) {
+            Element *to = middle + (long)(list.first[i] + r) * apart;
+            P::keep(to + first, found[r]);
+            if (first + W >= width)  // what products read behind the last
+                memset(to + width, 0, sizeof(Element) * (apart - width));
         }
-        if (c.residual)
-            sum = read_some<K>(c.residual, first, count) + Kept<K>::rounded(sum);
-        write_some<K>(c.out, first, count, sum);
+    });
+    const long all_bytes = (long)list.count * W * width * K::bytes;
+    share(threads, (hidden + W - 1) / W, piece_of(all_bytes), [&](long block) {
+        const int first = block * W, count = hidden - first < W ? hidden - first : W;
+        Floats sum[MOST] = {}, found[MOST];
+        for (int i = 0; i < list.count; i++) {
+            const ProductCall call = rows_of(m.last[list.numbers[i]], list.rows(i));
+            multiply<P>(call, middle + (long)list.first[i] * apart, apart, first, count, found);
+            for (int r = 0; r < call.rows; r++)
+                sum[list.row[list.first[i] + r]] += list.share[list.first[i] + r] * found[r];
+        }
+        for (int r = 0; r < c.rows; r++) {
+            const long at = (long)r * hidden + first;
+            if (c.residual) sum[r] = read_some<K>(c.residual, at, count) + Kept<K>::rounded(sum[r]);
+            write_some<K>(c.out, at, count, sum[r]);
+        }
     });
     return 0;
 }
