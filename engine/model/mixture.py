@@ -21,6 +21,7 @@ from kernels.experts.choose import best_experts
 from kernels.experts.mix import mix_experts, mixes
 from kernels.experts.native_experts import ROWS as NATIVE_ROWS
 from kernels.experts.native_experts import NativeExperts
+from kernels.experts.native_rows import act_rows, add_rows, moves_rows, take_rows
 from kernels.experts.open import SILU, Activation, activated
 from kernels.experts.route import Routing, route_experts, router_logits
 from kernels.experts.stack import Stack
@@ -194,21 +195,39 @@ class Mixture:
         self, flat: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
         """Run many rows' experts, ascending, each with all of its rows at once. The host waits once
-        for the device, for the rows of each.
+        for the device, for the rows of each. C++ kernels add in float32.
         """
-        out, ids = torch.zeros_like(flat), chosen.flatten()
+        ours, ids = self.gate_up[0].native and moves_rows(flat), chosen.flatten()
         counts = ids.new_zeros(self.experts.count).scatter_add_(0, ids, torch.ones_like(ids))
         order = torch.argsort(ids, stable=True)
-        rows, shares = order // chosen.shape[1], weights.flatten()[order, None]
-        start = 0
+        rows, shares = order // chosen.shape[1], weights.flatten()[order]
+        out = torch.zeros_like(flat, dtype=torch.float32 if ours else flat.dtype)
+        shares, start = shares.float() if ours else shares, 0
         for number, count in enumerate(counts.tolist()):
             if not count:
                 continue
             mine, start = slice(start, start + count), start + count
-            both = self.gate_up[number](flat[rows[mine]])
-            part = self.down[number](activated(both, self.experts.activation))
-            out.index_add_(0, rows[mine], part * shares[mine])
-        return out
+            x = take_rows(flat, rows[mine]) if ours else flat[rows[mine]]
+            part = self.down[number](self._opened(number, x, ours))
+            if ours:
+                add_rows(out, part, rows[mine], shares[mine])
+            else:
+                out.index_add_(0, rows[mine], part * shares[mine, None])
+        return out.to(flat.dtype)
+
+    def _opened(self, number: int, x: torch.Tensor, ours: bool) -> torch.Tensor:
+        """An expert's first matrix for x [n, hidden], and its activation: [n, width]. ours: by the
+        C++ kernels.
+        """
+        matrix, activation = self.gate_up[number], self.experts.activation
+        if not ours:
+            return activated(matrix(x), activation)
+        if activation == SILU and isinstance(matrix, Linear):
+            if (product := matrix.own(x)) is not None:
+                return product(x, gated=True)
+            if (strips := matrix.strips(x)) is not None:
+                return strips(x, gated=True)
+        return act_rows(matrix(x), activation)
 
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose experts for rows [T, hidden]: (weights in their dtype, numbers int64), both

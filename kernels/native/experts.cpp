@@ -2,6 +2,7 @@
 // expert with its activation, and the sum of their last ones, each expert of floats and read once for its rows.
 #include <math.h>
 
+#include "activation.h"
 #include "product.h"
 #include "scratch.h"
 
@@ -9,14 +10,12 @@ namespace {
 
 constexpr int CHOSEN = 64;  // experts that a row may choose
 
-enum { SILU, GELU, CLAMPED, SQUARED };  // what lies between an expert's matrices (kernels/experts/open.py)
-
 struct Mixture {
     const Matrix *router;               // [count, hidden], with its bias
     const Matrix *const *first, *const *last;  // of each expert
     const float *correction, *factors;  // [count] or NULL: added to the sigmoids that rank; of shares
-    int count, per_token, normalise, activation;
-    float limit, alpha;
+    int count, per_token, normalise;
+    Activation acts;
 };
 
 struct Call {
@@ -66,43 +65,22 @@ static void choose(const Mixture &m, const float *logits, float *ranks, int *num
     for (int i = 0; i < m.per_token; i++) shares[i] = shares[i] / whole * (m.factors ? m.factors[numbers[i]] : 1);
 }
 
-INLINE Floats sigmoid_of(Floats x) { return 1 / (1 + exponential(x < -88 ? all(88) : -x)); }
-
 // Outputs first .. of an expert's activation for its rows, `count` <= W of them.
 template <class P>
 static void open_block(const ProductCall &c, const Mixture &m, const typename P::Element *x, int ahead, int first,
                        int count, Floats *gate) {
-    typedef Kept<typename P::Kind> Kind;
+    typedef typename P::Kind K;
     Floats up[MOST] = {};
-    if (m.activation == SQUARED) {
-        multiply<P>(c, x, ahead, first, count, gate);
-        for (int r = 0; r < c.rows; r++) {
-            const Floats positive = gate[r] < 0 ? Floats{} : gate[r];  // NaN stays
-            gate[r] = positive * positive;
-        }
-    } else if (m.activation == CLAMPED) {  // gates and ups in turns
+    if (m.acts.kind == CLAMPED) {  // gates and ups in turns
         const int low = 2 * count < W ? 2 * count : W;
         multiply<P>(c, x, ahead, 2 * first, low, gate);
         if (2 * count > W) multiply<P>(c, x, ahead, 2 * first + W, 2 * count - W, up);
-        for (int r = 0; r < c.rows; r++) {
-            float both[2 * W], gates[W], ups[W];
-            store(both, gate[r]), store(both + W, up[r]);
-            for (int i = 0; i < W; i++) gates[i] = both[2 * i], ups[i] = both[2 * i + 1];
-            Floats g = load(gates), u = load(ups);
-            g = g > m.limit ? all(m.limit) : g;  // NaN stays
-            u = u > m.limit ? all(m.limit) : u < -m.limit ? all(-m.limit) : u;
-            gate[r] = (u + 1) * (g * sigmoid_of(g * m.alpha));
-        }
+        for (int r = 0; r < c.rows; r++) take_turns(gate[r], up[r]);
     } else {
         multiply<P>(c, x, ahead, first, count, gate);
-        multiply<P>(c, x, ahead, c.matrix->outputs / 2 + first, count, up);
-        for (int r = 0; r < c.rows; r++) {
-            const Floats g = gate[r];
-            // (1 + tanh(u)) / 2 is the sigmoid of 2 u
-            const Floats turned = 1.5957691216057308f * (g + 0.044715f * g * g * g);
-            gate[r] = Kind::rounded(m.activation == GELU ? g * sigmoid_of(turned) : silu(g)) * up[r];
-        }
+        if (m.acts.kind != SQUARED) multiply<P>(c, x, ahead, c.matrix->outputs / 2 + first, count, up);
     }
+    for (int r = 0; r < c.rows; r++) gate[r] = acted<K>(m.acts, gate[r], up[r]);
 }
 
 // The experts that the rows of a call chose: each once, ascending, with the rows that chose it.

@@ -41,6 +41,7 @@ SOURCES = (
     "conv.cpp",
     "drawn.cpp",
     "drop.cpp",
+    "expert_rows.cpp",
     "experts.cpp",
     "far.cpp",
     "few_bits.cpp",
