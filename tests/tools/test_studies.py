@@ -15,6 +15,7 @@ PROGRAMS = (
     "chats",
     "duo_gates",
     "exact.cli",
+    "family_threads",
     "forgetting",
     "heavy_channels",
     "own_heads",
