@@ -14,7 +14,7 @@ import mmap
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -249,7 +249,7 @@ class Checkpoint:
         files = {self.tensors[name].file for target in targets for name, _ in target.parts}
         total = sum(sum(self._stored_bytes(target)) for target in targets)
         read = _Progress(len(files), total, progress)
-        maps: dict[Path, _Mapped] = {}
+        maps: dict[Path, Mapped] = {}
         try:
             # the tensor gets no name here: a suspended generator would keep it alive
             for target in targets:
@@ -264,14 +264,14 @@ class Checkpoint:
         device: torch.device | str,
         dtype: torch.dtype,
         check_finite: bool,
-        maps: dict[Path, _Mapped],
+        maps: dict[Path, Mapped],
         read: _Progress,
     ) -> torch.Tensor:
         """Read one target's tensor, its parts below each other; map files into `maps`."""
         infos = [(name, self._part(target, name)) for name, _ in target.parts]
         for _, info in infos:
             if info.file not in maps:
-                maps[info.file] = _Mapped(info.file, self._sizes[info.file])
+                maps[info.file] = Mapped(info.file, self._sizes[info.file])
         if target.form == MXFP4:
             out = self._dequantised(target, infos, dtype, check_finite, maps).to(device)
         else:
@@ -319,7 +319,7 @@ class Checkpoint:
         infos: list[tuple[str, TensorInfo]],
         dtype: torch.dtype,
         check_finite: bool,
-        maps: dict[Path, _Mapped],
+        maps: dict[Path, Mapped],
     ) -> torch.Tensor:
         """Read blocks and scales, and return the weights."""
         blocks, scales = (torch.empty(shape, dtype=torch.uint8) for _, shape in target.parts)
@@ -372,8 +372,10 @@ class _Progress:
             self.report(LoadProgress(len(self.files), self.shards, self.done, self.total, seconds))
 
 
-class _Mapped:
-    """One file, mapped read-only while it streams."""
+class Mapped:
+    """One file, mapped read-only while it streams. size: bytes that it had when its header was
+    read.
+    """
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
@@ -437,6 +439,36 @@ class _Mapped:
                 raise self._not_finite(name, piece[:, cut.left : cut.right], mine)
             del raw, stored, piece  # as in `copy`
             self._release(at, at + span)
+
+    def take(
+        self,
+        start: int,
+        width: int,
+        rows: Sequence[tuple[int, int]],
+        columns: Sequence[tuple[int, int]],
+    ) -> torch.Tensor:
+        """Copy some runs of rows of `width` bytes, the first at `start`, and of these some runs of
+        bytes: uint8 [rows, bytes].
+        """
+        height = sum(stop - first for first, stop in rows)
+        out = torch.empty(height, sum(stop - first for first, stop in columns), dtype=torch.uint8)
+        step, at = max(1, CHUNK // width), 0
+        for first, stop in rows:
+            for row in range(first, stop, step):
+                count = min(step, stop - row)
+                place, span = start + row * width, count * width
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # as in `copy`
+                    raw = torch.frombuffer(self.map, dtype=torch.uint8, count=span, offset=place)
+                stored, left = raw.view(count, width), 0
+                for begin, end in columns:
+                    into = out[at : at + count, left : left + end - begin]
+                    into.copy_(stored[:, begin:end])
+                    left += end - begin
+                del raw, stored  # as in `copy`
+                self._release(place, place + span)
+                at += count
+        return out
 
     def copy_groups(
         self,

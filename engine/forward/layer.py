@@ -271,7 +271,7 @@ def _product(
     """
     if isinstance(matrix, Joined):
         assert not gated  # gate and up are a rank's own rows
-        found = matrix.join(_product(x, matrix.inner, out_dtype=out_dtype))
+        found = matrix.join(_product(matrix.whole(x), matrix.inner, out_dtype=out_dtype))
         return found if residual is None else residual + found
     if isinstance(matrix, QuantisedLinear):
         assert matrix.words is not None

@@ -307,6 +307,7 @@ def multiply(
 ) -> torch.Tensor:
     """A product with what is around it, as kernels.layer.native_product.Product."""
     if isinstance(matrix, Joined):
+        x = matrix.whole(x)
         y = matrix.join(multiply(x, matrix.inner, norm, eps, None, gated, wide, offset))
         return y if residual is None else residual + y
     product = matrix.own(x) if isinstance(matrix, Linear) else None

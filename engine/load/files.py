@@ -5,6 +5,7 @@ Both give the configuration, the tokenizer, and the tensors with the way that th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,22 +15,26 @@ from engine.base.errors import BadCheckpoint
 from engine.load.gguf import config as gguf
 from engine.load.gguf.vocabulary import Vocabulary, read_vocabulary
 from engine.load.options import Options
-from engine.model.config.config import ModelConfig
+from engine.model.config.config import MAX_WIDTH, ModelConfig
 from engine.model.config.fields import Fields
 from engine.model.config.rope_config import MAX_POSITIONS
+from engine.model.config.share import Packed
 from engine.model.low_bits import AsStored, OnTheWay, Rounding
 from engine.model.tensors import ignored, targets
 from engine.text.tokenizer import Tokenizer, has_tokenizer
 from kernels.native.own_pages import empty_on
 from weights.checkpoint import Checkpoint
+from weights.gguf.blocks import BLOCKS, FORMS
 from weights.gguf.header import GGUF, read_header
 from weights.gguf.magic import is_gguf
 from weights.jsonfile import inside, read_object
+from weights.pieces import common
 from weights.quantised.checkpoint import QuantisedCheckpoint
 from weights.quantised.format import Format
 from weights.quantised.formats import format_of
 
 FILE_DTYPE = "bfloat16"  # of activations and bank; a GGUF file names none
+WORD = 8  # columns of 4 bits in a word of 32
 
 
 class ModelFiles(Protocol):
@@ -83,7 +88,8 @@ class Folder:
         """As ModelFiles."""
         source = inside(self.path, "config.json")
         self._format = format_of(read_object(source), str(source))
-        return ModelConfig.from_folder(self.path, rope, self._format is not None)
+        found = ModelConfig.from_folder(self.path, rope, self._format is not None)
+        return found if self._format is None else replace(found, packed=_packed(self._format))
 
     def rounding(
         self, word: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str
@@ -148,7 +154,13 @@ class File:
 
     def config(self, rope: str | None) -> ModelConfig:
         """As ModelFiles."""
-        return gguf.read_config(*self._read(), FILE_DTYPE, rope)[1]
+        found = gguf.read_config(*self._read(), FILE_DTYPE, rope)[1]
+        kinds = {tensor.kind for tensor in self._read()[0].tensors.values()} & FORMS.keys()
+        if not kinds:
+            return found
+        group = common(FORMS[kind].group for kind in kinds)
+        block = common(BLOCKS[kind][0] for kind in kinds)
+        return replace(found, packed=Packed(group, block))
 
     def rounding(
         self, word: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str
@@ -166,6 +178,14 @@ class File:
         """As ModelFiles."""
         words = self._read()[1]
         return fitting(Tokenizer.of(self.path, words.tokenizer, words.settings), config)
+
+
+def _packed(format: Format) -> Packed:
+    """How a format's columns are stored. Where a row has one scale, whole words are cut."""
+    form = format.form((1, MAX_WIDTH))
+    if form.group < MAX_WIDTH:
+        return Packed(form.group, form.group, form.permuted)
+    return Packed(2, WORD)
 
 
 def rounding(

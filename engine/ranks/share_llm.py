@@ -20,8 +20,10 @@ from engine.load.options import LLMSettings
 from engine.methods.base import Method
 from engine.methods.exact import Exact
 from engine.model.config.config import ModelConfig
+from engine.model.config.share import Packed, Share
+from engine.model.low_bits import GROUP
 from engine.model.share.cut import added_once
-from engine.model.share.divide import context_share_of, heads_of, share_of, vocab_of, whole_of
+from engine.model.share.divide import context_share_of, heads_of, share_of, whole_of
 from engine.ranks.group import Ranks
 from engine.ranks.joined import joined
 from engine.ranks.merge import Merge
@@ -72,6 +74,8 @@ class ShareLLM(LLM):
         if cards and settings.get("weights_offload", "auto") == "auto":
             settings["weights_offload"] = "off"
         self._halved = False
+        kind, _, group = (settings.get("weights") or "").partition(":")
+        self._rounded = int(group or GROUP) if kind == "int4" and (group or "1").isdigit() else 0
         self._ranks: Ranks | None = None
         if (method := settings.get("method")) is not None:
             self._require(method)
@@ -82,6 +86,8 @@ class ShareLLM(LLM):
         if self.split_by == "context":
             return context_share_of(config, *self.place)
         self._halved = self.place[1] > config.num_kv_heads
+        if config.packed is None and self._rounded:
+            config = replace(config, packed=Packed(self._rounded, self._rounded))
         return share_of(config, *self.place)
 
     def _require_here(self) -> None:
@@ -122,13 +128,9 @@ class ShareLLM(LLM):
         if self.split_by == "context":
             self.loaded = replace(super()._load(stream, tokenizer), peers=ranks)
             return self.loaded
-        loaded = super()._load(_once(stream, ranks.rank), tokenizer)
-        vocab = self.config.vocab_size
-        parts = tuple(vocab_of(vocab, rank, ranks.size) for rank in range(ranks.size))
-
-        def beside(x: torch.Tensor) -> torch.Tensor:
-            return ranks.beside(x, parts)
-
+        share = self.config.share
+        assert share is not None
+        loaded = super()._load(_once(stream, share), tokenizer)
         whole = whole_of(self.config)
         split = heads_of(whole.num_heads, whole.num_kv_heads, ranks.size)
         heads = tuple(own for own, _ in split)
@@ -136,7 +138,7 @@ class ShareLLM(LLM):
         def over_heads(x: torch.Tensor) -> torch.Tensor:
             return ranks.beside(x, heads)
 
-        model = joined(loaded.model, ranks.add, beside, ranks.gathered)
+        model = joined(loaded.model, ranks.add, ranks.beside, ranks.gathered)
         step = self._step_form(loaded, ranks)
         self.loaded = replace(
             loaded,
@@ -187,10 +189,10 @@ def card_of(rank: int) -> str:
     return f"cuda:{rank}"
 
 
-def _once(stream: Iterable[tuple[str, Any]], rank: int) -> Iterator[tuple[str, Any]]:
+def _once(stream: Iterable[tuple[str, Any]], share: Share) -> Iterator[tuple[str, Any]]:
     """A stream of weights in which rank 0 alone brings what is added to a sum over ranks."""
     for name, weight in stream:
-        if rank and added_once(name):
+        if share.rank and added_once(name, share):
             for tensor in weight if isinstance(weight, list) else [weight]:
                 tensor.zero_()
         yield name, weight

@@ -11,14 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from weights.checkpoint import LoadProgress, Rows, Target
+from weights.checkpoint import Cut, LoadProgress, Mapped, Rows, Target
 from weights.errors import BadCheckpoint, UnsupportedCheckpoint
-from weights.gguf.blocks import FLOATS, FORMS, decode
+from weights.gguf.blocks import FLOATS, FORMS, SIZES, decode
 from weights.gguf.header import GGUF, StoredTensor
 from weights.jsonfile import shown
+from weights.pieces import Runs, Wanted, length, places_in, runs_of
 from weights.quantised.stored import Form, Stored, require_finite
 
 
@@ -104,33 +106,36 @@ class GGUFCheckpoint:
         progress: Callable[[LoadProgress], None] | None = None,
     ) -> Iterator[tuple[str, list[torch.Tensor | Stored]]]:
         """Yield (target.name, its parts) in file order: tensors of `dtype`, or Stored where a part
-        is quantised. `require` must have accepted `targets`.
+        is quantised. `require` must have accepted `targets`. Of a rank's share its rows are read,
+        and the blocks that hold its columns.
 
         Raises BadCheckpoint for NaN, infinity, weights beyond the range of `dtype`, and a file that
         has changed since its header was read.
         """
         targets = sorted(targets, key=lambda target: self._stored(target.parts[0][0]).start)
-        total = sum(self._nbytes(name) for target in targets for name, _ in target.parts)
+        lists = [
+            [
+                self._piece(name, some, cut)
+                for (name, _), some, cut in zip(
+                    target.parts,
+                    target.rows or (None,) * len(target.parts),
+                    target.cuts or (None,) * len(target.parts),
+                )
+            ]
+            for target in targets
+        ]
+        total = sum(piece.nbytes for pieces in lists for piece in pieces)
         done, begun = 0, time.monotonic()
-        for target in targets:
+        for target, pieces in zip(targets, lists, strict=True):
             parts: list[torch.Tensor | Stored] = []
-            for (name, shape), some in zip(
-                target.parts, target.rows or (None,) * len(target.parts)
-            ):
-                part = self.read(name, device, dtype, check_finite, some)
+            for piece, (_, shape) in zip(pieces, target.parts):
+                part = self._read(piece, device, dtype, check_finite)
                 parts.append(part.view(shape) if isinstance(part, torch.Tensor) else part)
-                done += self._nbytes(name)
+                done += piece.nbytes
                 if progress:
                     progress(LoadProgress(1, 1, done, total, time.monotonic() - begun))
             yield target.name, parts
             del parts
-
-    def _nbytes(self, name: str) -> int:
-        """Bytes that are read for a tensor."""
-        stored, rows = self._stored(name), self.places[name].rows
-        if not isinstance(rows, slice):
-            return stored.nbytes
-        return stored.nbytes // stored.rows * (rows.stop - rows.start)
 
     def read(
         self,
@@ -138,28 +143,49 @@ class GGUFCheckpoint:
         device: torch.device | str,
         dtype: torch.dtype,
         check_finite: bool = True,
-        some: Rows | None = None,
     ) -> torch.Tensor | Stored:
-        """Read one tensor, by the model's name. some: the rows of it that are wanted. Raises as
-        `stream`.
+        """Read one tensor, by the model's name. Raises as `stream`."""
+        return self._read(self._piece(name, None, None), device, dtype, check_finite)
+
+    def _piece(self, name: str, some: Rows | None, cut: Cut | None) -> _Piece:
+        """What is read of a tensor for some of its rows, and for a cut of these: whole rows, or the
+        blocks that hold the columns.
         """
         stored, place = self._stored(name), self.places[name]
-        where = f"{self.file.path}: tensor {stored.name}"
-        span = place.rows if isinstance(place.rows, slice) else None
-        raw = torch.frombuffer(self.file.raw(stored, span), dtype=torch.uint8)
         # floats of one dimension are rows of one element
         line = len(stored.shape) == 1 and stored.kind in FLOATS
-        rows = raw.view(-1, stored.nbytes // (stored.elements if line else stored.rows))
-        if isinstance(place.rows, tuple):
-            rows = rows[torch.tensor(place.rows)]
+        height, wide = (stored.elements, 1) if line else (stored.rows, stored.shape[-1])
+        rows: Wanted = range(height)
+        if place.rows is not None:
+            sliced = isinstance(place.rows, slice)
+            rows = rows[place.rows] if sliced else torch.tensor(place.rows)
         if place.heads:
-            rows = halves(rows, place.heads)
+            rows = halves(_tensor(rows), place.heads)
         if some is not None:
-            rows = rows[some.numbers]
+            rows = _tensor(rows)[some.numbers]
+        columns: Wanted = range(wide)
+        if place.columns is not None:
+            columns = _tensor(columns).view(len(place.columns), -1)[list(place.columns)].flatten()
+        if cut is not None:
+            rows = rows[cut.first : cut.stop]
+            columns = columns if cut.right is None else columns[cut.left : cut.right]
+        block, width = SIZES[stored.kind]
+        runs = runs_of(rows, height), runs_of(columns, wide, block)
+        size = length(runs[0]) * length(runs[1]) // block * width
+        return _Piece(stored, place, rows, columns, runs, size)
+
+    def _read(
+        self, piece: _Piece, device: torch.device | str, dtype: torch.dtype, check_finite: bool
+    ) -> torch.Tensor | Stored:
+        """What a piece is, on a device."""
+        stored, place = piece.stored, piece.place
+        where = f"{self.file.path}: tensor {stored.name}"
+        rows = self._blocks(piece)
+        columns = places_in(piece.runs[1], piece.columns)
         if stored.kind in FLOATS:
-            found = rows.contiguous().view(FLOATS[stored.kind])
-            found = found.flatten() if line else found
-            wide = _ordered(_meant(found, place.value), place.columns).to(dtype=dtype)
+            found = rows.view(FLOATS[stored.kind])[:, columns]
+            found = found.flatten() if len(stored.shape) == 1 else found
+            wide = _meant(found, place.value).to(dtype=dtype).contiguous()
             if check_finite and not bool(torch.isfinite(wide).all()):
                 beyond = bool(torch.isfinite(found).all()) and place.value != RATE
                 what = f"a value beyond the range of {dtype}" if beyond else "NaN or infinity"
@@ -173,8 +199,47 @@ class GGUFCheckpoint:
         # blocks of zeros have a scale of zero
         require_finite(where, read, dtype, zero=True)
         if place.columns is not None:
-            read = _columns(where, read, place.columns)
-        return read.to(device)
+            width = stored.shape[-1] // len(place.columns)
+            if width % read.group:
+                raise UnsupportedCheckpoint(
+                    f"{where}: found groups of {read.group} columns under one scale, expected "
+                    f"heads of {width} to be whole groups (not supported)"
+                )
+        return read.columns(columns).to(device)
+
+    def _blocks(self, piece: _Piece) -> torch.Tensor:
+        """The stored bytes of the wanted rows, in their order, and of all blocks that were read of
+        each: uint8 [rows, bytes].
+        """
+        stored, (block, size) = piece.stored, SIZES[piece.stored.kind]
+        width = stored.nbytes // (stored.elements if len(stored.shape) == 1 else stored.rows)
+        if len(stored.shape) == 1 and stored.kind not in FLOATS:
+            width = stored.nbytes
+        spans = [(first // block * size, -(-stop // block) * size) for first, stop in piece.runs[1]]
+        file = Mapped(self.file.path, self.file.size)
+        try:
+            found = file.take(stored.start, width, piece.runs[0], spans)
+        finally:
+            file.close()
+        places = places_in(piece.runs[0], piece.rows)
+        return found if places == slice(0, len(found)) else found[places]
+
+
+class _Piece(NamedTuple):
+    """What is read of a tensor: the wanted rows and columns by their numbers in the file, the runs
+    of both that hold them, and how many bytes those are.
+    """
+
+    stored: StoredTensor
+    place: Place
+    rows: Wanted
+    columns: Wanted
+    runs: tuple[Runs, Runs]
+    nbytes: int
+
+
+def _tensor(numbers: Wanted) -> torch.Tensor:
+    return torch.arange(numbers.start, numbers.stop) if isinstance(numbers, range) else numbers
 
 
 def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -187,27 +252,6 @@ def _meant(found: torch.Tensor, value: str) -> torch.Tensor:
     if value == ONE_MORE:
         return found.float() - 1
     return (-found.float()).log() if value == RATE else found
-
-
-def _ordered(matrix: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
-    """A matrix [O, I] with its len(order) blocks of columns in another order."""
-    if order is None:
-        return matrix
-    return matrix.unflatten(1, (len(order), -1))[:, torch.tensor(order)].flatten(1)
-
-
-def _columns(where: str, stored: Stored, order: tuple[int, ...]) -> Stored:
-    """A matrix of few bits with its blocks of columns in another order."""
-    wide = stored.values.shape[1] * (2 if stored.kind == "int4" else 1)
-    width = wide // len(order)
-    if width % stored.group:
-        raise UnsupportedCheckpoint(
-            f"{where}: found groups of {stored.group} columns under one scale, expected heads of "
-            f"{width} to be whole groups (not supported)"
-        )
-    values, scales = _ordered(stored.values, order), _ordered(stored.scales, order)
-    offsets = None if stored.offsets is None else _ordered(stored.offsets, order)
-    return stored._replace(values=values, scales=scales, offsets=offsets)
 
 
 def halves(rows: torch.Tensor, heads: int) -> torch.Tensor:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from weights.errors import BadCheckpoint
-from weights.quantised.format import FLOATS, Part, Settings, groups_of, unpacked
+from weights.pieces import Window
+from weights.quantised.format import ALL, FLOATS, INPUTS, ROWS, Part, Settings, groups_of, unpacked
 from weights.quantised.stored import Form, Stored, packed_nibbles
 
 # nibble, low first, that holds each of a word's eight columns
@@ -38,29 +39,29 @@ class AWQ:
         if not has(base + ".qweight"):
             return None
         rows, columns = shape
-        _, groups = groups_of(base, self.group, columns)
+        group, groups = groups_of(base, self.group, columns)
         if rows % 8 or columns % 2:
             raise BadCheckpoint(f"{base}: found {rows} x {columns}, expected multiples of 8 and 2")
+        grouped = (ALL, 1) if groups == 1 else (INPUTS, group)
         return {
-            ".qweight": Part(("I32",), (columns, rows // 8)),
-            ".qzeros": Part(("I32",), (groups, rows // 8)),
-            ".scales": Part(FLOATS, (groups, rows)),
+            ".qweight": Part(("I32",), (columns, rows // 8), ((INPUTS, 1), (ROWS, 8))),
+            ".qzeros": Part(("I32",), (groups, rows // 8), (grouped, (ROWS, 8))),
+            ".scales": Part(FLOATS, (groups, rows), (grouped, (ROWS, 1))),
         }
 
     def form(self, shape: tuple[int, int]) -> Form:
         """As Format."""
         return Form("int4", shape[1] if self.group == -1 else self.group, True)
 
-    def read(
-        self, where: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int]
-    ) -> Stored:
+    def read(self, where: str, tensors: Mapping[str, torch.Tensor], window: Window) -> Stored:
         """As Format."""
-        group, _ = groups_of(where, self.group, shape[1])
+        group, _ = groups_of(where, self.group, window.shape[1])
         values, zeros = (
             unpacked(tensors[name], 4, 1).unflatten(1, (-1, 8))[:, :, ORDER].flatten(1)
             for name in (".qweight", ".qzeros")
         )
         scales = tensors[".scales"].float().t().contiguous()
+        group = min(group, window.own[1])
         offsets = -zeros.t().float() * scales
         return Stored("int4", packed_nibbles(values.to(torch.uint8).t()), scales, group, offsets)
 

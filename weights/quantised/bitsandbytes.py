@@ -15,7 +15,8 @@ import torch
 
 from weights.errors import BadCheckpoint, UnsupportedCheckpoint
 from weights.jsonfile import parse, shown
-from weights.quantised.format import Part, Settings
+from weights.pieces import Window, divided, numbers_of
+from weights.quantised.format import ALL, INPUTS, ROWS, Part, Settings
 from weights.quantised.stored import Form, Stored
 
 STATE = ".weight.quant_state.bitsandbytes__"
@@ -46,8 +47,10 @@ class NF4:
             )
         blocks = rows * columns // BLOCK
         found = {
-            ".weight": Part(("U8",), (rows * columns // 2, 1)),
-            ".weight.absmax": Part(("U8",) if self.nested else ("F32",), (blocks,)),
+            ".weight": Part(("U8",), (rows * columns // 2, 1), ((ROWS, 1), (INPUTS, 2))),
+            ".weight.absmax": Part(
+                ("U8",) if self.nested else ("F32",), (blocks,), ((ROWS, 1), (INPUTS, BLOCK))
+            ),
             ".weight.quant_map": Part(("F32",), (16,)),
             STATE + self.kind: Part(("U8",), (-STATE_LIMIT,)),
         }
@@ -60,20 +63,21 @@ class NF4:
         """As Format."""
         return Form("int4", BLOCK, table=True)
 
-    def read(
-        self, where: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int]
-    ) -> Stored:
+    def read(self, where: str, tensors: Mapping[str, torch.Tensor], window: Window) -> Stored:
         """As Format."""
-        state = self._state(where, tensors[STATE + self.kind], shape)
-        scales = tensors[".weight.absmax"]
+        state = self._state(where, tensors[STATE + self.kind], window.shape)
+        rows, scales = window.own[0], tensors[".weight.absmax"]
         if self.nested:
-            outer = tensors[".weight.nested_absmax"].repeat_interleave(NESTED)[: len(scales)]
-            codes = tensors[".weight.nested_quant_map"][scales.long()]
+            # absmaxes are numbered through, row by row
+            row, column = numbers_of(window.rows), numbers_of(divided(window.inputs, BLOCK))
+            number = row[:, None] * (window.shape[1] // BLOCK) + column
+            outer = tensors[".weight.nested_absmax"][number // NESTED]
+            codes = tensors[".weight.nested_quant_map"][scales.view(rows, -1).long()]
             scales = codes * outer + float(state["nested_offset"])
-        packed = tensors[".weight"].view(shape[0], shape[1] // 2)
+        packed = tensors[".weight"].view(rows, -1)
         turned = (packed >> 4) | (packed << 4)
         table = tensors[".weight.quant_map"].clone()
-        return Stored("int4", turned, scales.view(shape[0], -1).clone(), BLOCK, table=table)
+        return Stored("int4", turned, scales.view(rows, -1).clone(), BLOCK, table=table)
 
     def _state(self, where: str, raw: torch.Tensor, shape: tuple[int, int]) -> dict[str, Any]:
         """The JSON of a quant_state, checked against what the shapes already said."""
@@ -114,17 +118,19 @@ class Int8:
         """As Format.parts."""
         if not has(base + ".SCB"):
             return None
-        return {".weight": Part(("I8",), shape), ".SCB": Part(("F32",), (shape[0],))}
+        return {
+            ".weight": Part(("I8",), shape, ((ROWS, 1), (INPUTS, 1))),
+            ".SCB": Part(("F32",), (shape[0],), ((ROWS, 1), (ALL, 1))),
+        }
 
     def form(self, shape: tuple[int, int]) -> Form:
         """As Format."""
         return Form("int8", shape[1])
 
-    def read(
-        self, where: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int]
-    ) -> Stored:
+    def read(self, where: str, tensors: Mapping[str, torch.Tensor], window: Window) -> Stored:
         """As Format."""
-        return Stored("int8", tensors[".weight"], tensors[".SCB"][:, None] / 127, shape[1])
+        scales = tensors[".SCB"].view(-1, 1) / 127
+        return Stored("int8", tensors[".weight"], scales, window.own[1])
 
     def spare(self, name: str) -> bool:
         """As Format."""

@@ -14,7 +14,8 @@ import torch
 
 from weights.errors import BadCheckpoint, UnsupportedCheckpoint
 from weights.jsonfile import shown
-from weights.quantised.format import FLOATS, Part, Settings, groups_of, unpacked
+from weights.pieces import Window
+from weights.quantised.format import ALL, FLOATS, INPUTS, ROWS, Part, Settings, groups_of, unpacked
 from weights.quantised.stored import Form, Stored, packed_nibbles
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -82,19 +83,30 @@ class CompressedTensors:
                 f"{base}: found weight_g_idx, expected none (act-order of old files, not supported)"
             )
         rows, columns = shape
-        scales = self._scale_shape(base, shape)
-        found = {".weight_scale": Part(FLOATS, scales)}
+        scales, per = self._scale_shape(base, shape), 32 // self.bits
+        grouped, whole = self._axis(base, shape), (ROWS, 1)
+        high = (ROWS, self.block[0] if self.strategy == "block" else 1)
+        axes = () if self.strategy == "tensor" else (high, grouped)
+        found = {".weight_scale": Part(FLOATS, scales, axes)}
         if not self.packed:
             dtype = "I8" if self.kind == "int" else "F8_E4M3"
-            return {".weight": Part((dtype,), shape), **found}
+            return {".weight": Part((dtype,), shape, (whole, (INPUTS, 1))), **found}
         if columns % 2:
             raise BadCheckpoint(f"{base}: found rows of {columns}, expected an even number")
-        found[".weight_packed"] = Part(("I32",), (rows, -(-columns * self.bits // 32)))
+        words = rows, -(-columns * self.bits // 32)
+        found[".weight_packed"] = Part(("I32",), words, (whole, (INPUTS, per)))
         found[".weight_shape"] = Part(("I64", "I32"), (2,))
         if not self.symmetric:
-            packed = -(-rows * self.bits // 32)
-            found[".weight_zero_point"] = Part(("I32",), (packed, *scales[1:]))
+            zeros = -(-rows * self.bits // 32), *scales[1:]
+            found[".weight_zero_point"] = Part(("I32",), zeros, ((ROWS, per), grouped))
         return found
+
+    def _axis(self, base: str, shape: tuple[int, int]) -> tuple[str, int]:
+        """What the scales' second dimension is."""
+        if self.strategy == "block":
+            return INPUTS, self.block[1]
+        group, groups = groups_of(base, self.group, shape[1])
+        return (ALL, 1) if groups == 1 else (INPUTS, group)
 
     def form(self, shape: tuple[int, int]) -> Form:
         """As Format."""
@@ -107,11 +119,11 @@ class CompressedTensors:
             return Form("int4", group, True)
         return Form("int8", group, not self.symmetric)
 
-    def read(
-        self, where: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int]
-    ) -> Stored:
+    def read(self, where: str, tensors: Mapping[str, torch.Tensor], window: Window) -> Stored:
         """As Format."""
-        scales, group = tensors[".weight_scale"].float(), self.form(shape).group
+        whole, shape = window.shape, window.own
+        scales = tensors[".weight_scale"].float()
+        group = min(self.form(whole).group, shape[1])
         if self.strategy == "tensor":
             scales = scales.view(1, 1).expand(shape[0], 1).contiguous()
         elif self.strategy == "block":
@@ -119,10 +131,10 @@ class CompressedTensors:
         if not self.packed:
             kind = "int8" if self.kind == "int" else "fp8"
             return Stored(kind, tensors[".weight"], scales, group)
-        if tensors[".weight_shape"].tolist() != list(shape):
+        if tensors[".weight_shape"].tolist() != list(whole):
             raise BadCheckpoint(
                 f"{where}: weight_shape: found {tensors['.weight_shape'].tolist()}, "
-                f"expected {list(shape)}"
+                f"expected {list(whole)}"
             )
         values = unpacked(tensors[".weight_packed"], self.bits, 1)[:, : shape[1]].to(torch.uint8)
         middle = 1 << (self.bits - 1)

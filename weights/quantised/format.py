@@ -12,18 +12,47 @@ import torch
 
 from weights.errors import BadCheckpoint, UnsupportedCheckpoint
 from weights.jsonfile import shown
+from weights.pieces import Runs, Window, common, divided
 from weights.quantised.stored import Form, Stored
 
 FLOATS = ("F16", "BF16", "F32")
 MOST_GROUP = 1 << 20
 
 
+ROWS, INPUTS, GROUPS, ALL = "rows", "inputs", "groups", "all"
+
+
 @dataclass(frozen=True)
 class Part:
-    """One stored tensor: names of dtypes that it may have, and its shape."""
+    """One stored tensor: names of dtypes that it may have, and its shape. axes: what its two
+    dimensions are, where some of them is enough for some of the matrix: (ROWS, of how many rows of
+    the matrix an entry is), INPUTS (of columns, as stored), GROUPS (of columns, in the order of
+    their groups) or ALL (all entries are read, one or a few); (): read whole, whatever is wanted.
+    """
 
     dtypes: tuple[str, ...]
     shape: tuple[int, ...]
+    axes: tuple[tuple[str, int], ...] = ()
+
+    def unit(self, kind: str) -> int:
+        """Rows or columns of the matrix that this tensor does not take apart."""
+        return common(per for axis, per in self.axes if axis == kind)
+
+    def sizes(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Its two dimensions, where it has some, for a matrix [O, I]."""
+        entries = {ROWS: shape[0], INPUTS: shape[1], GROUPS: shape[1], ALL: 1}
+        a, b = (-(-entries[axis] // per) for axis, per in self.axes)
+        return a, b
+
+    def runs(self, window: Window) -> tuple[Runs, Runs]:
+        """The runs of either dimension that a window has."""
+        whole = self.sizes(window.shape)
+        of = {ROWS: window.rows, INPUTS: window.inputs, GROUPS: (window.columns,)}
+        a, b = (
+            ((0, size),) if axis == ALL else divided(of[axis], per)
+            for (axis, per), size in zip(self.axes, whole)
+        )
+        return a, b
 
 
 class Format(Protocol):
@@ -43,10 +72,11 @@ class Format(Protocol):
         """The form of a matrix [O, I]."""
         ...
 
-    def read(
-        self, where: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int]
-    ) -> Stored:
-        """Read a matrix from its tensors, by the names of `parts`. where: for messages."""
+    def read(self, where: str, tensors: Mapping[str, torch.Tensor], window: Window) -> Stored:
+        """Read what a window has of a matrix, from what it has of the tensors, by the names of
+        `parts`. Columns come in the order of their groups where they are not all. where: for
+        messages.
+        """
         ...
 
     def spare(self, name: str) -> bool:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from weights.quantised.format import FLOATS, Part, Settings
+from weights.pieces import Window
+from weights.quantised.format import FLOATS, INPUTS, ROWS, Part, Settings
 from weights.quantised.stored import Form, Stored
 
 SIDE = 1 << 16  # a block's rows and columns, at most
@@ -38,21 +39,21 @@ class FP8Blocks:
             return None
         counts = (-(-shape[0] // self.rows), -(-shape[1] // self.columns))
         return {
-            ".weight": Part(("F8_E4M3",), shape),
-            ".weight_scale_inv": Part(FLOATS, counts),
+            ".weight": Part(("F8_E4M3",), shape, ((ROWS, 1), (INPUTS, 1))),
+            ".weight_scale_inv": Part(FLOATS, counts, ((ROWS, self.rows), (INPUTS, self.columns))),
         }
 
     def form(self, shape: tuple[int, int]) -> Form:
         """As Format."""
         return Form("fp8", min(self.columns, shape[1]))
 
-    def read(
-        self, where: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int]
-    ) -> Stored:
+    def read(self, where: str, tensors: Mapping[str, torch.Tensor], window: Window) -> Stored:
         """As Format."""
         scales = tensors[".weight_scale_inv"].float().repeat_interleave(self.rows, 0)
-        scales = scales[: shape[0]].contiguous()
-        return Stored("fp8", tensors[".weight"], scales, min(self.columns, shape[1]))
+        rows, columns = window.own  # whole blocks, but for the matrix's last
+        return Stored(
+            "fp8", tensors[".weight"], scales[:rows].contiguous(), min(self.columns, columns)
+        )
 
     def spare(self, name: str) -> bool:
         """As Format."""

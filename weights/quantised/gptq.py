@@ -12,7 +12,18 @@ from typing import Any
 import torch
 
 from weights.errors import BadCheckpoint
-from weights.quantised.format import FLOATS, Part, Settings, groups_of, unpacked
+from weights.pieces import Window, places_in
+from weights.quantised.format import (
+    ALL,
+    FLOATS,
+    GROUPS,
+    INPUTS,
+    ROWS,
+    Part,
+    Settings,
+    groups_of,
+    unpacked,
+)
 from weights.quantised.stored import Form, Stored, packed_nibbles
 
 
@@ -22,7 +33,8 @@ class GPTQ:
     def __init__(self, settings: Settings) -> None:
         self.bits = settings.one("bits", (4, 8))
         self.group = settings.group()
-        self.permuted = settings.flag("desc_act", False)
+        # the columns of one group have no order
+        self.permuted = settings.flag("desc_act", False) and self.group != -1
         self.symmetric = settings.flag("sym", True)
         key = "checkpoint_format" if "checkpoint_format" in settings.data else "format"
         self.add = 1 if settings.one(key, ("gptq", "gptq_v2"), "gptq") == "gptq" else 0
@@ -41,10 +53,12 @@ class GPTQ:
             raise BadCheckpoint(
                 f"{base}: found {rows} x {columns}, expected multiples of {32 // self.bits}"
             )
+        inputs, outputs = (INPUTS, 32 // self.bits), (ROWS, 32 // self.bits)
+        grouped = (ALL, 1) if groups == 1 else (GROUPS, columns // groups)
         found = {
-            ".qweight": Part(("I32",), (columns * self.bits // 32, rows)),
-            ".qzeros": Part(("I32",), (groups, rows * self.bits // 32)),
-            ".scales": Part(FLOATS, (groups, rows)),
+            ".qweight": Part(("I32",), (columns * self.bits // 32, rows), (inputs, (ROWS, 1))),
+            ".qzeros": Part(("I32",), (groups, rows * self.bits // 32), (grouped, outputs)),
+            ".scales": Part(FLOATS, (groups, rows), (grouped, (ROWS, 1))),
         }
         if self.permuted or has(base + ".g_idx"):
             found[".g_idx"] = Part(("I32",), (columns,))
@@ -56,11 +70,9 @@ class GPTQ:
         offsets = self.bits == 4 or not self.symmetric
         return Form("int4" if self.bits == 4 else "int8", group, offsets, self.permuted)
 
-    def read(
-        self, where: str, tensors: Mapping[str, torch.Tensor], shape: tuple[int, int]
-    ) -> Stored:
+    def read(self, where: str, tensors: Mapping[str, torch.Tensor], window: Window) -> Stored:
         """As Format."""
-        group, groups = groups_of(where, self.group, shape[1])
+        group, groups = groups_of(where, self.group, window.shape[1])
         middle = 1 << (self.bits - 1)
         values = unpacked(tensors[".qweight"], self.bits, 0).to(torch.uint8).t()
         zeros = unpacked(tensors[".qzeros"], self.bits, 1) + self.add
@@ -74,9 +86,12 @@ class GPTQ:
             )
         order = None
         if ".g_idx" in tensors:
-            order = self._order(where, tensors[".g_idx"].long(), group, groups)
-            values = values[:, order]
-            order = order if self.permuted else None
+            order = self.order(where, tensors[".g_idx"].long(), window.shape[1])
+            if self.permuted:
+                own = order[slice(*window.columns)]
+                values = values[:, places_in(window.inputs, own)]
+            order = order if self.permuted and window.all_columns else None
+        group = min(group, values.shape[1])
         offsets = -zeros.t().float() * scales
         if self.bits == 4:
             return Stored("int4", packed_nibbles(values), scales, group, offsets, order)
@@ -85,8 +100,11 @@ class GPTQ:
             return Stored("int8", signed, scales, group, None, order)
         return Stored("int8", signed, scales, group, offsets + 128 * scales, order)
 
-    def _order(self, where: str, index: torch.Tensor, group: int, groups: int) -> torch.Tensor:
-        """The inputs in the order of their groups."""
+    def order(self, where: str, index: torch.Tensor, columns: int) -> torch.Tensor:
+        """The inputs of a matrix in the order of their groups, by its g_idx int64 [columns]. Raises
+        BadCheckpoint for one that has none.
+        """
+        group, groups = groups_of(where, self.group, columns)
         inside = bool(((index >= 0) & (index < groups)).all())
         if not inside or not bool((torch.bincount(index, minlength=groups) == group).all()):
             raise BadCheckpoint(

@@ -62,6 +62,26 @@ class Stored(NamedTuple):
             group=group or self.group,
         )
 
+    def columns(self, index: slice | torch.Tensor) -> Stored:
+        """Some columns, in another order if they are numbers int64 [n]: whole groups, in which they
+        lie as they do here, and not permuted.
+        """
+        wide = self.values.shape[1] * (2 if self.kind == "int4" else 1)
+        if isinstance(index, slice):
+            if (index.start, index.stop) == (0, wide):
+                return self
+            cut = Cut((len(self.values), wide), 0, len(self.values), index.start, index.stop)
+            return self.cut(cut)
+        assert self.permutation is None
+        groups = index.view(-1, self.group)
+        first = groups[:, :1]
+        assert bool((first % self.group == 0).all())
+        assert torch.equal(groups, first + torch.arange(self.group))
+        which = first[:, 0] // self.group
+        values = self.values.unflatten(1, (self.scales.shape[1], -1))[:, which].flatten(1)
+        offsets = None if self.offsets is None else self.offsets[:, which]
+        return self._replace(values=values, scales=self.scales[:, which], offsets=offsets)
+
     def to(self, device: torch.device | str) -> Stored:
         """The same matrix on a device."""
         moved: Any = {

@@ -13,6 +13,7 @@ from engine.load.gguf.vocabulary import Vocabulary
 from engine.model.config.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelConfig
 from engine.model.config.fields import Fields
 from engine.model.config.rope_config import MAX_POSITIONS, MAX_THETA
+from engine.model.share.divide import whole_of
 from engine.model.tensors import targets
 from weights.gguf.checkpoint import ONE_MORE, GGUFCheckpoint, Place
 from weights.gguf.header import GGUF
@@ -188,7 +189,7 @@ def stored_name(name: str) -> str:
 
 def checkpoint(file: GGUF, config: ModelConfig) -> GGUFCheckpoint:
     """The tensors of a file, found complete: raises as GGUFCheckpoint.require."""
-    wanted = targets(config)
+    wanted, config = targets(config), whole_of(config)
     architecture = ARCHITECTURES[file.keys["general.architecture"]]
     places = {
         name: _place(file, config, architecture, name)

@@ -27,7 +27,7 @@ from engine.model.config.latent import Latent, without_share
 from engine.model.config.names import LLAMA_NAMES, Names
 from engine.model.config.rope_config import MAX_POSITIONS, Rope, parse_rope
 from engine.model.config.rope_override import overridden, pins_long
-from engine.model.config.share import ContextShare, Share
+from engine.model.config.share import ContextShare, Packed, Share
 from engine.model.mixture import Experts
 from engine.model.recurrent import Recurrent, Ssd
 from kernels.launch.softmax import PLAIN, Softmax
@@ -62,7 +62,8 @@ class ModelConfig:
     a model this is, whose heads and widths the others are then; None: the whole model. `context`:
     the tokens whose rows this process holds of the whole model; None: all. `ends`: whether these
     layers follow the embedding, and whether the head follows them: not of parts of a model
-    (engine/model/parts/).
+    (engine/model/parts/). `packed`: how the columns of matrices are stored where they are of few
+    bits, which is no fact of the model.
     """
 
     architecture: str
@@ -102,6 +103,7 @@ class ModelConfig:
     # of a file's model it stands apart (engine/saved/model_key.py)
     context: ContextShare | None = field(default=None, repr=False)
     ends: tuple[bool, bool] = field(default=(True, True), repr=False)
+    packed: Packed | None = field(default=None, repr=False, compare=False)
 
     @property
     def group(self) -> int:

@@ -35,11 +35,24 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Packed:
+    """What a cut of columns heeds where matrices are stored in few bits: `group` columns lie under
+    one scale and are not cut, `block` of them are stored together and best read so, and where they
+    are `permuted` they lie in an order of their own (act-order).
+    """
+
+    group: int
+    block: int
+    permuted: bool = False
+
+
+@dataclass(frozen=True)
 class Share:
     """What rank `rank` of `ranks` holds: query heads, the K/V heads that they read (of layers that
     see everything, and of sliding ones where those have others), the width of an MLP, of an expert
     and of the expert that all tokens take, and tokens of the vocabulary. values, keys: heads of
-    values of recurrent layers, and the heads of keys (Mamba-2: groups) that they read.
+    values of recurrent layers, and the heads of keys (Mamba-2: groups) that they read. output: the
+    rows of attention's output projection, where its columns cannot be cut by heads; None: they are.
     """
 
     rank: int
@@ -53,6 +66,7 @@ class Share:
     vocab: Part
     values: Part | None = None
     keys: Part | None = None
+    output: Part | None = None
 
 
 BLOCK = 64  # tokens in turn that one rank of a split by context holds

@@ -1,6 +1,6 @@
 """The rows and columns of each stored tensor that a rank reads: q, k, v and gate, up by rows, o and
-down by columns, the embedding and the head by tokens; of a recurrent layer what its heads have. All
-else is read whole by every rank.
+down by columns (o by rows where heads' columns cannot be cut out of it), the embedding and the head
+by tokens; of a recurrent layer what its heads have. All else is read whole by every rank.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ def cut_targets(targets: list[Target], config: ModelConfig, share: Share) -> lis
     return [_cut(target, config, share) for target in targets]
 
 
-def added_once(name: str) -> bool:
+def added_once(name: str, share: Share | None = None) -> bool:
     """Whether a target is added to a sum over ranks, so that one rank alone may bring it."""
+    if share is not None and share.output is not None and name.endswith(".o.bias"):
+        return False
     return name.endswith((".o.bias", ".down.bias"))
 
 
@@ -114,6 +116,8 @@ def _attention(target: Target, kind: str, layer: int, config: ModelConfig, share
     if config.local_heads is not None and config.windows[layer] and share.local_kv_heads:
         own = share.local_kv_heads
     dim = config.heads_of(layer)[1]
+    if kind == "o" and share.output is not None:
+        return _rows(target, [[share.output.range]])
     if kind == "o":
         if target.name.endswith(".bias"):
             return target

@@ -12,7 +12,6 @@ from dataclasses import replace
 from engine.base.errors import SettingError
 from engine.model.config.config import ModelConfig
 from engine.model.config.share import ContextShare, Part, Share
-from engine.model.mixture import Experts
 from engine.model.recurrent import Recurrent
 from weights.checkpoint import MXFP4
 from weights.mxfp4 import COLUMNS
@@ -32,7 +31,7 @@ def share_of(config: ModelConfig, rank: int, ranks: int) -> ModelConfig:
     local = None
     if config.local_heads is not None:
         local = _kv_of(heads, config.num_heads, config.local_heads[0], ranks)
-    experts, shared = _experts(config.experts, rank, ranks)
+    experts, shared = _experts(config, rank, ranks)
     values, keys = _recurrent_heads(config.recurrent, rank, ranks)
     share = Share(
         rank,
@@ -46,6 +45,7 @@ def share_of(config: ModelConfig, rank: int, ranks: int) -> ModelConfig:
         vocab_of(config.vocab_size, rank, ranks),
         values,
         keys,
+        _output(config, rank, ranks),
     )
     mixture = config.experts
     if mixture is not None:
@@ -115,12 +115,11 @@ def require_divisible(config: ModelConfig, ranks: int) -> None:
     narrowest = [config.intermediate_size, config.vocab_size]
     if config.experts is not None:
         narrowest.append(config.experts.width)
-        blocks = config.experts.width // _block(config.experts)
-        if config.experts.width >= ranks > blocks:
+    for what, width, block in _blocks(config, ranks):
+        if width >= ranks > -(-width // block):
             raise SettingError(
-                f"ranks: found {ranks}, expected at most {blocks}: an expert's width of "
-                f"{config.experts.width} is stored in blocks of {_block(config.experts)} columns, "
-                "which are not cut"
+                f"ranks: found {ranks}, expected at most {-(-width // block)}: {what}'s width of "
+                f"{width} is stored in blocks of {block} columns, which are not cut"
             )
     if min(narrowest) < ranks:
         raise SettingError(
@@ -191,7 +190,7 @@ def widths_of(config: ModelConfig, ranks: int) -> list[Part]:
     even as whole units allow.
     """
     width = config.intermediate_size
-    unit = _unit(width, ranks)
+    unit = _unit(width, ranks, _block(config, width, ranks))
     units, gates = -(-width // unit), 2 if config.block.activation == "relu2" else 3
     column = gates * unit * config.hidden_size * (config.num_layers - len(config.bare))
     spent = [weights / column for weights in _mixing_weights(config, ranks)]
@@ -233,6 +232,46 @@ def _unit(width: int, ranks: int, block: int = 1) -> int:
     return next(found, block)
 
 
+def _output(config: ModelConfig, rank: int, ranks: int) -> Part | None:
+    """The rows of attention's output projection that a rank holds, as many as it has of the heads,
+    where heads' columns cannot be cut out of it; None where they can.
+    """
+    packed = config.packed
+    if packed is None or ranks == 1:
+        return None
+    heads = [own for own, _ in heads_of(config.num_heads, config.num_kv_heads, ranks)]
+    widths = {config.heads_of(layer)[1] for layer in config.attending_layers}
+    widths = {config.latent.value} if config.latent is not None else widths
+    borders = {own.first * width for own in heads for width in widths}
+    divided = next((at for at in sorted(borders) if at % packed.group), None)
+    if divided is None and not packed.permuted:
+        return None
+    if config.beside is not None:
+        why = "lie in an order of their own" if divided is None else f"are cut at {divided}"
+        raise SettingError(
+            f"ranks: found {ranks}, but the columns of o_proj, in groups of {packed.group}, {why}, "
+            "and what a mixer beside attention brings is added to its product; use one process"
+        )
+    return rows_of(heads[rank], config.hidden_size)
+
+
+def rows_of(heads: Part, hidden: int) -> Part:
+    """The rows of attention's output projection of a rank that holds them, by its heads."""
+    return Part(hidden * heads.first // heads.of, hidden * heads.stop // heads.of, hidden)
+
+
+def _blocks(config: ModelConfig, ranks: int) -> list[tuple[str, int, int]]:
+    """(what, its width, columns of it that are not cut) of an MLP and of an expert."""
+    found, packed, experts = [], config.packed, config.experts
+    if packed is not None and (experts is None or experts.dense):
+        found.append(("an MLP", config.intermediate_size, packed.group))
+    if experts is not None:
+        least = 1 if packed is None else packed.group
+        block = COLUMNS if experts.stored == MXFP4 else least
+        found.append(("an expert", experts.width, block))
+    return found
+
+
 def _even(width: int, rank: int, ranks: int, block: int = 1) -> Part:
     unit = _unit(width, ranks, block)
     units = -(-width // unit)
@@ -240,17 +279,27 @@ def _even(width: int, rank: int, ranks: int, block: int = 1) -> Part:
     return Part(min(width, first), min(width, stop), width)
 
 
-def _experts(experts: Experts | None, rank: int, ranks: int) -> tuple[Part | None, Part | None]:
+def _experts(config: ModelConfig, rank: int, ranks: int) -> tuple[Part | None, Part | None]:
     """The part of an expert's width, and of the one that all tokens take."""
+    experts = config.experts
     if experts is None:
         return None, None
-    shared = _even(experts.shared, rank, ranks) if experts.shared else None
-    return _even(experts.width, rank, ranks, _block(experts)), shared
+    own, shared = experts.width, experts.shared
+    block = COLUMNS if experts.stored == MXFP4 else _block(config, own, ranks)
+    common = _even(shared, rank, ranks, _block(config, shared, ranks)) if shared else None
+    return _even(own, rank, ranks, block), common
 
 
-def _block(experts: Experts) -> int:
-    """Columns that are stored together."""
-    return COLUMNS if experts.stored == MXFP4 else 1
+def _block(config: ModelConfig, width: int, ranks: int) -> int:
+    """Columns of a width that lie together: what is best read so, where that leaves the ranks'
+    parts even; else what may not be cut.
+    """
+    packed = config.packed
+    if packed is None:
+        return 1
+    blocks = width // packed.block
+    even = blocks % ranks == 0 or blocks >= PIECES * ranks
+    return packed.block if width % packed.block == 0 and even and blocks else packed.group
 
 
 def vocab_of(vocab: int, rank: int, ranks: int) -> Part:

@@ -10,20 +10,16 @@ from engine.model.low_bits import AsStored, Held, OnTheWay, Rounding
 from engine.model.share.cut import cut_columns
 from engine.model.share.divide import whole_of
 from engine.model.tensors import targets
+from weights.quantised.stored import Form
 
 
 def require_whole_groups(config: ModelConfig, rounding: Rounding, word: str, ranks: int) -> None:
     """Raise SettingError for weights of few bits that a cut would make others than one process's:
-    of a GGUF file's blocks, of rows with a scale for columns on both sides of it, or of columns in
-    an order of their own. config: of a rank; word: as asked for.
+    of rows with a scale for columns on both sides of it, or of columns in an order of their own.
+    config: of a rank; word: as asked for.
     """
     assert isinstance(rounding, OnTheWay | AsStored)
     forms = rounding.forms if isinstance(rounding, AsStored) else {}
-    if isinstance(rounding, AsStored) and rounding.described.startswith("GGUF"):
-        raise SettingError(
-            f"weights: found {rounding.described} with {ranks} ranks, whose blocks are not cut; "
-            "use float weights"
-        )
     wholes = {target.name: target.shape for target in targets(whole_of(config))}
     for target in targets(config):
         own, whole = target.shape, wholes[target.name]
@@ -36,12 +32,15 @@ def require_whole_groups(config: ModelConfig, rounding: Rounding, word: str, ran
             permuted = any(form.permuted for form in stored) and right - left < columns
             if wrong is None and not permuted and _alike(mine, theirs, left, right, columns):
                 continue
-            if right - left == columns and mine is not None and theirs is not None:
+            whole = right - left == columns or _parted(
+                theirs, wrong, permuted, left, right, columns
+            )
+            if whole and mine is not None and theirs is not None:
                 here, one = (f"{held.kind} in groups of {held.group}" for held in (mine, theirs))
                 raise SettingError(
                     f"weights: found {word!r} with {ranks} ranks, but {target.name} would be held "
                     f"as {here}, and in one process as {one}: this machine's products take other "
-                    "numbers of rows; use float weights with weights='auto'"
+                    "numbers of rows or groups; use float weights with weights='auto'"
                 )
             group = wrong.group if wrong is not None else _group(mine, theirs)
             size = "a row" if group >= columns else f"{group} columns"
@@ -59,6 +58,17 @@ def _held(rounding: OnTheWay | AsStored, name: str, shape: tuple[int, ...]) -> H
     if isinstance(rounding, AsStored):
         return rounding.held(name, shape)
     return rounding.held(name, shape[1])
+
+
+def _parted(
+    theirs: Held | None, wrong: Form | None, permuted: bool, left: int, right: int, columns: int
+) -> bool:
+    """Whether the columns left .. right-1 of `columns` are whole groups, of several in a row: what
+    is wrong with them is something else.
+    """
+    if theirs is None or wrong is not None or permuted or theirs.group >= columns:
+        return False
+    return _cuts(theirs.group, left, right, columns)
 
 
 def _group(mine: Held | None, theirs: Held | None) -> int:

@@ -22,12 +22,10 @@ from tests.engine.model.test_gpt_oss import packed
 from tests.engine.ranks.model import ids_of
 from tests.engine.ranks.threads import Together
 from tests.programs.hybrid_walks import walks_of
-from tests.weights.quantised_files import write
 from tools.families.models import make
 
 SETTINGS = dict(max_context=1024, chunk=64, dtype="float32", device="cpu", threads=1)
 CLOSE = 1e-4  # of float32 logits
-STORED = ("gptq", "gptq, 8 bits", "awq", "w4a16, channels", "w8a16", "nf4", "bitsandbytes int8")
 # what a rank of two and of four holds of the state: whole groups, or a part of one
 HYBRID = ("qwen3.5", "qwen3-next", "granite-hybrid-dense", "falcon-h1-norm", "nemotron-h")
 OTHERS = ("olmo2", "minimax-m2", "gemma3n", "gpt-oss-mxfp4")
@@ -188,44 +186,6 @@ def test_blocks_of_mxfp4_are_not_cut(folder_of):
     """128 columns are four blocks of 32; six ranks would cut some."""
     with pytest.raises(SettingError, match="at most 4: an expert's width of 128 is stored in bl"):
         share_of(replace(model_files(folder_of("gpt-oss-mxfp4")).config(None), num_heads=8), 0, 6)
-
-
-@pytest.mark.parametrize("name", STORED)
-def test_quantised_checkpoints_are_as_near_their_floats_as_in_one_process(tmp_path, name):
-    """Without C++ kernels products of few bits round their inputs, by what is in a row."""
-    config, _ = write(tmp_path / "m", name, layers=2, heads=8, intermediate_size=256)
-    given = dict(dtype="float32", device="cpu", threads=1, method=Full())
-    ids = [1 + place % (config.vocab_size - 1) for place in range(min(67, config.max_positions))]
-
-    def read(llm):
-        return llm.session().prefill(ids)
-
-    if name == "w4a16, channels" and not usable():  # held as int8 that is rounded by the row
-        with pytest.raises(SettingError, match="a scale for a row, which a cut at columns"):
-            Together(tmp_path / "m", 2, **given)
-        return
-    exact = read(LLM(tmp_path / "m", **given, weights="float"))
-    one = read(LLM(tmp_path / "m", **given))
-    off = float((one - exact).abs().max())
-    for found in Together(tmp_path / "m", 2, **given).each(read):
-        assert float((found - exact).abs().max()) <= 2 * off + CLOSE
-        assert not usable() or float((found - one).abs().max()) < CLOSE
-    for found in Together(tmp_path / "m", 2, **given, weights="float").each(read):
-        assert float((found - exact).abs().max()) < CLOSE
-
-
-@pytest.mark.parametrize(
-    "name, ranks, said",
-    [
-        ("gptq, act-order", 2, "32 columns in an order of its own, which a cut at"),
-        ("gptq, 8 bits", 8, "8 ranks, but 0.* (for 64 columns, which a cut|in groups of 64: this)"),
-    ],
-)
-def test_groups_of_columns_that_a_cut_divides_are_refused(tmp_path, name, ranks, said):
-    write(tmp_path / "m", name, layers=2, heads=8, intermediate_size=256)
-    with pytest.raises(SettingError, match=said) as refused:
-        Together(tmp_path / "m", ranks, dtype="float32", device="cpu", method=Full())
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("widths", [(1, 1), (7, 64), (65, 1, 3), (31, 32, 33, 1)])
