@@ -19,7 +19,7 @@ from engine.model.config.config import MAX_WIDTH, ModelConfig
 from engine.model.config.fields import Fields
 from engine.model.config.rope_config import MAX_POSITIONS
 from engine.model.config.share import Packed
-from engine.model.low_bits import AsStored, OnTheWay, Rounding
+from engine.model.low_bits import GROUP, AsStored, OnTheWay, Rounding
 from engine.model.tensors import ignored, targets
 from engine.text.tokenizer import Tokenizer, has_tokenizer
 from kernels.native.own_pages import empty_on
@@ -158,7 +158,7 @@ class File:
         kinds = {tensor.kind for tensor in self._read()[0].tensors.values()} & FORMS.keys()
         if not kinds:
             return found
-        group = common(FORMS[kind].group for kind in kinds)
+        group = common((GROUP, *(FORMS[kind].group for kind in kinds)))
         block = common(BLOCKS[kind][0] for kind in kinds)
         return replace(found, packed=Packed(group, block))
 
@@ -181,11 +181,16 @@ class File:
 
 
 def _packed(format: Format) -> Packed:
-    """How a format's columns are stored. Where a row has one scale, whole words are cut."""
+    """How a format's columns go together, where they may be held in groups of GROUP. Where a row
+    has one scale and is held so, whole words are cut.
+    """
     form = format.form((1, MAX_WIDTH))
-    if form.group < MAX_WIDTH:
-        return Packed(form.group, form.group, form.permuted)
-    return Packed(2, WORD)
+    if form.group >= MAX_WIDTH and (
+        form.kind == "int4" or form.kind == "int8" and not form.offsets
+    ):
+        return Packed(2, WORD)
+    group = GROUP if form.group >= MAX_WIDTH else common((form.group, GROUP))
+    return Packed(group, group, form.permuted)
 
 
 def rounding(

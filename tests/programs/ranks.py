@@ -1,11 +1,13 @@
-"""Every method and every family over ranks beside one process: `python -m tests.programs.ranks
-[--ranks N] [--split-by context] [--only NAME ...]`.
+"""Every method, every family and every quantised format over ranks beside one process:
+`python -m tests.programs.ranks [--ranks N] [--split-by context] [--only NAME ...]`.
 
 Ranks are threads of one process, each with its own share of the model (tests/engine/ranks). A line
-for each method and each family: the greatest difference of a logit (float32; a prompt of 300 tokens
-and 12 steps, 150 and 6 for families), whether the selections are one process's, or why it is
-refused. Exit code 1 where one that runs differs by more than LIMIT; one process's own rounding
-stands beside it then.
+for each method, each family, each format of quantised checkpoints and each type of GGUF files: the
+greatest difference of a logit (float32; a prompt of 300 tokens and 12 steps, 150 and 6 for all but
+methods), whether the selections are one process's, or why it is refused. Exit code 1 where one that
+runs differs by more than LIMIT; one process's own rounding stands beside it then. Products of few
+bits round what they multiply where there are no C++ kernels: there a stored model's ranks may be
+twice as far from its floats as one process is.
 
 --model FOLDER: real processes hold this model instead, and write as many greedy tokens as one
 process does (--prompt, --steps), under each of a few methods and in both tiers. With
@@ -26,14 +28,19 @@ import torch
 from engine import LLM, Exact, Full, OmniKV, RankedLLM, SamplingParams, SnapKV, StreamingLLM
 from engine.base.errors import EngineError
 from kernels.quant.native import usable
+from tests.builders import tiny_weights
 from tests.engine.methods.method_table import ROWS
 from tests.engine.model.test_gpt_oss import packed
 from tests.engine.ranks.model import SETTINGS, ids_of, model_folder
 from tests.engine.ranks.threads import Together
+from tests.tools.gguf_files import llama_config, write_llama
+from tests.weights.quantised_files import FORMATS, write
 from tools.families.models import VARIANTS, make
+from weights.gguf.header import KINDS
 
 LIMIT = 1e-4  # the issue's bound of a float32 logit
 MXFP4 = "gpt-oss-mxfp4"  # beside the families' variants
+GGUF = "GGUF "  # before a file's type
 
 
 def answer(llm, method, ids, steps):
@@ -111,6 +118,41 @@ def families(folder: Path, ranks: int, only: list[str], split_by: str) -> Iterat
         yield name, compared(LLM(place, **settings), many, Full(), 150, 6)
 
 
+def stored(folder: Path, ranks: int, only: list[str], split_by: str) -> Iterator[tuple[str, str]]:
+    """(name, line) of every quantised format and of every type of GGUF files."""
+    sizes = dict(layers=2, heads=8, kv_heads=2, intermediate_size=512)
+    config = llama_config(**sizes, head_dim=32)
+    for name in (*FORMATS, *(GGUF + kind for kind in KINDS)):
+        if only and name not in only:
+            continue
+        place = folder / f"{name.replace(' ', '-').replace(',', '')}.gguf"
+        if name.startswith(GGUF):
+            write_llama(place, config, tiny_weights(config), name.removeprefix(GGUF))
+        else:
+            write(place, name, **sizes, vocab_size=100)
+        settings = SETTINGS | dict(method=Full())
+        try:
+            many = Together(place, ranks, split_by=split_by, **settings)
+        except EngineError as error:
+            yield name, f"refused: {error}"
+            continue
+        one = LLM(place, **settings)
+        line = compared(one, many, Full(), 150, 6)
+        if line.endswith("DIFFERS") and not usable():
+            line = beside_floats(one, LLM(place, **settings, weights="float"), many)
+        yield name, line
+
+
+def beside_floats(one, floats, many) -> str:
+    """A line about how far ranks are from a model's floats, and one process is."""
+    ids, more = ids_of(150), ids_of(6, seed=6)
+    exact, own = (answer(llm, Full(), ids, more)[0] for llm in (floats, one))
+    off = float((own - exact).abs().max())
+    worst = max(float((x - exact).abs().max()) for x, *_ in many.each(answer, Full(), ids, more))
+    wrong = "" if worst <= 2 * off + LIMIT else " DIFFERS"
+    return f"{worst:.1e} from its floats, one process {off:.1e}{wrong}"
+
+
 def written(llm, method, offload, ids, steps):
     """Greedy tokens behind a prompt, the logits behind it and behind each, and the selections."""
     with llm.session(method=method, offload=offload) as session:
@@ -168,7 +210,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.programs.ranks", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="ranks (default 2)")
     parser.add_argument("--split-by", default="heads", choices=("heads", "context"))
-    parser.add_argument("--only", nargs="+", default=[], help="these methods and variants")
+    parser.add_argument("--only", nargs="+", default=[], help="these methods, variants and formats")
     parser.add_argument("--model", help="a model that real processes hold")
     parser.add_argument("--prompt", type=int, default=300, help="tokens read (with --model)")
     parser.add_argument("--steps", type=int, default=24, help="tokens written (with --model)")
@@ -177,7 +219,8 @@ def main() -> int:
     counts = {"equal": 0, "refused": 0, "DIFFERS": 0}
     with tempfile.TemporaryDirectory() as folder:
         parts = [
-            part(Path(folder), args.ranks, args.only, args.split_by) for part in (methods, families)
+            part(Path(folder), args.ranks, args.only, args.split_by)
+            for part in (methods, families, stored)
         ]
         if args.model:
             parts = [processes(args.model, args.ranks, args.prompt, args.steps, args.split_by)]

@@ -261,7 +261,7 @@ def rows_of(heads: Part, hidden: int) -> Part:
 
 
 def _blocks(config: ModelConfig, ranks: int) -> list[tuple[str, int, int]]:
-    """(what, its width, columns of it that are not cut) of an MLP and of an expert."""
+    """(what, its width, columns of it that are not cut) of an MLP and of experts."""
     found, packed, experts = [], config.packed, config.experts
     if packed is not None and (experts is None or experts.dense):
         found.append(("an MLP", config.intermediate_size, packed.group))
@@ -269,6 +269,8 @@ def _blocks(config: ModelConfig, ranks: int) -> list[tuple[str, int, int]]:
         least = 1 if packed is None else packed.group
         block = COLUMNS if experts.stored == MXFP4 else least
         found.append(("an expert", experts.width, block))
+        if experts.shared:
+            found.append(("the expert of all tokens", experts.shared, least))
     return found
 
 

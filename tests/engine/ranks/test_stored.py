@@ -94,7 +94,6 @@ def test_some_rows_and_columns_are_those_of_the_matrix(tmp_path, counted, name):
     )
     format = format_of({"quantization_config": settings}, "here")
     checkpoint, draw = QuantisedCheckpoint(tmp_path, format), random.Random(name)
-    part = ("m.weight", shape)
     form, order = format.form(shape), torch.arange(shape[1])
     if form.permuted:
         order = torch.argsort(stored[".g_idx"].long(), stable=True)
@@ -255,6 +254,16 @@ def test_gguf_files_say_what_one_process_says(tmp_path, kind, ranks):
     without = ("output.weight",) if tied else ()
     write_llama(tmp_path / "m.gguf", config, weights, kind, kinds=kinds, without=without)
     require_alike(tmp_path / "m.gguf", ranks)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "qwen3-next"])
+def test_files_of_hybrids_say_what_one_process_says(tmp_path, name):
+    """Their value heads and experts lie in another order, or in one tensor."""
+    hybrids = pytest.importorskip("tests.engine.model.test_gguf_hybrids")
+    wide = {} if name == "qwen3.5" else dict(moe_intermediate_size=64)
+    config, weights, _ = hybrids.made(tmp_path / "folder", name, **wide)
+    hybrids.write(tmp_path / "m.gguf", hybrids.KINDS[name], config, weights, "Q8_0")
+    require_alike(tmp_path / "m.gguf", 2)
 
 
 def test_an_order_of_columns_is_held_without_one(tmp_path):
