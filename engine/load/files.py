@@ -89,7 +89,7 @@ class Folder:
         source = inside(self.path, "config.json")
         self._format = format_of(read_object(source), str(source))
         found = ModelConfig.from_folder(self.path, rope, self._format is not None)
-        return found if self._format is None else replace(found, packed=_packed(self._format))
+        return found if self._format is None else replace(found, packed=packed_of(self._format))
 
     def rounding(
         self, word: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: str
@@ -180,7 +180,7 @@ class File:
         return fitting(Tokenizer.of(self.path, words.tokenizer, words.settings), config)
 
 
-def _packed(format: Format) -> Packed:
+def packed_of(format: Format) -> Packed:
     """How a format's columns go together, where they may be held in groups of GROUP. Where a row
     has one scale and is held so, whole words are cut.
     """

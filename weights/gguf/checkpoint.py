@@ -113,17 +113,7 @@ class GGUFCheckpoint:
         has changed since its header was read.
         """
         targets = sorted(targets, key=lambda target: self._stored(target.parts[0][0]).start)
-        lists = [
-            [
-                self._piece(name, some, cut)
-                for (name, _), some, cut in zip(
-                    target.parts,
-                    target.rows or (None,) * len(target.parts),
-                    target.cuts or (None,) * len(target.parts),
-                )
-            ]
-            for target in targets
-        ]
+        lists = [self._pieces(target) for target in targets]
         total = sum(piece.nbytes for pieces in lists for piece in pieces)
         done, begun = 0, time.monotonic()
         for target, pieces in zip(targets, lists, strict=True):
@@ -147,6 +137,18 @@ class GGUFCheckpoint:
         """Read one tensor, by the model's name. Raises as `stream`."""
         return self._read(self._piece(name, None, None), device, dtype, check_finite)
 
+    def bytes_of(self, targets: Iterable[Target]) -> int:
+        """Bytes that `stream` reads for some targets."""
+        return sum(piece.nbytes for target in targets for piece in self._pieces(target))
+
+    def _pieces(self, target: Target) -> list[_Piece]:
+        """What is read of each part of a target."""
+        none = (None,) * len(target.parts)
+        return [
+            self._piece(name, some, cut)
+            for (name, _), some, cut in zip(target.parts, target.rows or none, target.cuts or none)
+        ]
+
     def _piece(self, name: str, some: Rows | None, cut: Cut | None) -> _Piece:
         """What is read of a tensor for some of its rows, and for a cut of these: whole rows, or the
         blocks that hold the columns.
@@ -156,9 +158,10 @@ class GGUFCheckpoint:
         line = len(stored.shape) == 1 and stored.kind in FLOATS
         height, wide = (stored.elements, 1) if line else (stored.rows, stored.shape[-1])
         rows: Wanted = range(height)
-        if place.rows is not None:
-            sliced = isinstance(place.rows, slice)
-            rows = rows[place.rows] if sliced else torch.tensor(place.rows)
+        if isinstance(place.rows, slice):
+            rows = rows[place.rows]
+        elif place.rows is not None:
+            rows = torch.tensor(place.rows)
         if place.heads:
             rows = halves(_tensor(rows), place.heads)
         if some is not None:

@@ -155,6 +155,12 @@ class QuantisedCheckpoint:
             for mapped in maps.values():
                 mapped.close()
 
+    def bytes_of(self, targets: Iterable[Target]) -> int:
+        """Bytes that `stream` reads for some targets."""
+        targets = list(targets)
+        orders = self._orders(targets)
+        return sum(piece.nbytes for target in targets for piece in self._pieces(target, orders))
+
     def _orders(self, targets: Iterable[Target]) -> dict[str, torch.Tensor]:
         """{MLP: the columns of its last matrix in the order of their groups} of those of which a
         share has some: the MLP as the model's targets name it, without ".down".

@@ -32,10 +32,8 @@ def require_whole_groups(config: ModelConfig, rounding: Rounding, word: str, ran
             permuted = any(form.permuted for form in stored) and right - left < columns
             if wrong is None and not permuted and _alike(mine, theirs, left, right, columns):
                 continue
-            whole = right - left == columns or _parted(
-                theirs, wrong, permuted, left, right, columns
-            )
-            if whole and mine is not None and theirs is not None:
+            full = right - left == columns or _parted(theirs, wrong, permuted, left, right, columns)
+            if full and mine is not None and theirs is not None:
                 here, one = (f"{held.kind} in groups of {held.group}" for held in (mine, theirs))
                 raise SettingError(
                     f"weights: found {word!r} with {ranks} ranks, but {target.name} would be held "

@@ -4,6 +4,8 @@ each rank's rows, joint steps, and a server.
 
 import asyncio
 import re
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -125,8 +127,29 @@ def test_many_callers_share_the_steps_of_ranks(one, pair):
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in want]
 
 
+def test_a_server_answers_over_the_split(one, pair):
+    """Two clients at once, and a second question on what one of them has had read, over HTTP: the
+    texts of a server of one process, and the ranks have exchanged what a split by context does.
+    """
+    conftest = pytest.importorskip("tests.engine.serve.conftest")
+    read = ["a b c d " * 40, "The red door is open. " * 20]
+    asked = [dict(prompt=text, max_tokens=n, temperature=0) for text, n in zip(read, (9, 14))]
+    asked.append(dict(asked[1], prompt=read[1] + "Which door?"))
+    found, before = [], pair._ranks.sent.calls
+    for llm in (one, pair):
+        with conftest.serving(llm, slots=2) as server, ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(partial(server.post, "/v1/completions"), asked[:2]))
+            answers.append(server.post("/v1/completions", asked[2]))
+            assert [answer.status_code for answer in answers] == [200] * 3
+            told = [answer.json() for answer in answers]
+            assert told[2]["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
+            found.append([answer["choices"][0]["text"] for answer in told])
+    assert found[0] == found[1] and len(set(found[0])) > 1
+    assert pair._ranks.sent.calls - before > 30 * len(pair.config.seeing_layers)
+
+
 def test_a_server_takes_the_split():
-    """That one answers over ranks is tests/engine/ranks/test_processes.py's."""
+    """That one starts its ranks is tests/engine/ranks/test_processes.py's."""
     args = parser().parse_args(["--ranks", "2", "--split-by", "context"])
     require_sense(args)
     assert planned_llm(str(POCKET), args, dict(max_context=256)).split_by == "context"

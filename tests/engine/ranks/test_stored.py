@@ -6,7 +6,10 @@ Stops: a cut through a word, a block or a group; a scale of a neighbour; a row o
 interleaved; columns in another order than what brings them; a rank that reads the whole file.
 """
 
+import math
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,22 +17,28 @@ from safetensors.torch import save_file
 
 from engine import LLM, Full
 from engine.base.errors import BadCheckpoint, SettingError
-from engine.load.files import model_files
+from engine.load.files import model_files, packed_of
+from engine.load.gguf.config import checkpoint as checkpoint_of
+from engine.load.gguf.config import stored_name
+from engine.model.config.share import Packed
 from engine.model.share.divide import share_of
 from engine.model.tensors import targets
 from kernels.quant.matrix import Quantised
 from kernels.quant.native import usable
-from tests.builders import tiny_weights
+from tests.builders import tiny_config, tiny_weights
 from tests.engine.ranks.model import model_folder
 from tests.engine.ranks.threads import Together
 from tests.tools.gguf_files import llama_config, write_llama
 from tests.weights.quantised_files import FORMATS, write
 from weights.checkpoint import Cut, Mapped, Rows, Target
+from weights.gguf.blocks import SIZES as BLOCK_SIZES
 from weights.gguf.checkpoint import GGUFCheckpoint, Place
-from weights.gguf.header import KINDS, read_header
-from weights.quantised.checkpoint import QuantisedCheckpoint
+from weights.gguf.header import GGUF, KINDS, StoredTensor, read_header
+from weights.quantised.checkpoint import STORED, QuantisedCheckpoint
+from weights.quantised.format import Part
 from weights.quantised.formats import format_of
 from weights.quantised.stored import Stored
+from weights.safetensors_file import TensorInfo
 
 SIZES = dict(layers=2, heads=8, kv_heads=4, intermediate_size=256)
 GIVEN = dict(dtype="float32", device="cpu", threads=1, method=Full())
@@ -197,6 +206,66 @@ def test_a_rank_reads_its_share_of_a_file(tmp_path, counted, kind, ranks):
     whole, read, common = shares(tmp_path / "m.gguf", ranks)
     assert max(read) <= common + 1.05 * (whole - common) / ranks
     assert sum(counted) == whole + sum(read)
+
+
+def wide(ranks, packed):
+    """Two layers of the widths of Llama-3-8B: the whole's configuration, and each rank's."""
+    sizes = dict(heads=32, kv_heads=8, hidden=4096, intermediate_size=14336, vocab_size=128256)
+    config = replace(tiny_config(layers=2, **sizes), packed=packed)
+    return config, [share_of(config, rank, ranks) for rank in range(ranks)]
+
+
+def headers_of(name, config):
+    """The headers of a checkpoint of such widths, and no file."""
+    format, infos = format_of({"quantization_config": FORMATS[name][0]}, "here"), {}
+    for target in targets(config):
+        for part, shape in target.stored:
+            base, found = part, {"": Part(("F32",), shape)}
+            if "proj" in part:
+                base = part.removesuffix(".weight")
+                found = format.parts(base, shape, lambda name: not name.endswith("weight_g_idx"))
+            for end, one in found.items():
+                entries = [abs(size) for size in one.shape]
+                size = math.prod(entries) * torch.empty(0, dtype=STORED[one.dtypes[0]]).itemsize
+                infos[base + end] = TensorInfo(Path("none"), one.dtypes[0], one.shape, 0, size)
+    checkpoint = QuantisedCheckpoint.__new__(QuantisedCheckpoint)
+    checkpoint.folder, checkpoint.format, checkpoint.tensors = Path("none"), format, infos
+    return checkpoint
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if "act-order" not in name])
+def test_shares_of_wide_checkpoints_are_even(name):
+    """By their headers. Blocks of fp8 that a cut of rows falls into are read by both ranks."""
+    format = format_of({"quantization_config": FORMATS[name][0]}, "here")
+    for ranks in (2, 4):
+        config, own = wide(ranks, packed_of(format))
+        assert (own[0].share.output is None) == ("ragged" not in name)
+        checkpoint = headers_of(name, config)
+        whole = checkpoint.bytes_of(targets(config))
+        assert whole <= sum(info.nbytes for info in checkpoint.tensors.values())
+        for config in own:
+            assert checkpoint.bytes_of(targets(config)) <= 1.05 * whole / ranks
+
+
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q5_K", "Q8_0"), ("Q4_0", "Q6_K")])
+def test_shares_of_wide_files_are_even(kinds):
+    """By their headers: most matrices of one type, and v, down and the head of another."""
+    for ranks in (2, 4, 8):
+        config, own = wide(ranks, Packed(32, 256))
+        found = {}
+        for target in targets(config):
+            for name, shape in target.stored:
+                other = name.endswith(("v_proj.weight", "down_proj.weight", "lm_head.weight"))
+                kind = "F32" if len(shape) == 1 else kinds[other]
+                block, size = BLOCK_SIZES[kind]
+                stored = stored_name(name)
+                nbytes = math.prod(shape) // block * size
+                found[stored] = StoredTensor(stored, shape, kind, 0, nbytes)
+        file = GGUF(Path("none"), 1 << 40, {"general.architecture": "llama"}, found)
+        whole = checkpoint_of(file, config).bytes_of(targets(config))
+        assert whole == sum(tensor.nbytes for tensor in found.values())
+        for config in own:
+            assert checkpoint_of(file, config).bytes_of(targets(config)) <= 1.05 * whole / ranks
 
 
 def said(llm, ids):
