@@ -279,6 +279,8 @@ class AsStored:
         if self.word == "int8" and name != "embed":
             return whole_bytes(columns, self.gpu)
         alike = first is not None and all(form == first for form in forms)
+        if alike and first is not None and name not in self.tables and self._dealt(first, columns):
+            return Held("int8", GROUP, True, scale_bytes=4, permuted=first.permuted)
         if alike and first is not None and (name in self.tables or self._kept(first, shape)):
             group = min(first.group, columns)
             tiled = not self.gpu and not self.plain and not _native(first, columns)
@@ -297,6 +299,14 @@ class AsStored:
         if columns % GROUP:
             return whole_bytes(columns, self.gpu)
         return Held("int8", GROUP)
+
+    def _dealt(self, form: Form, columns: int) -> bool:
+        """Whether a row's one scale and offset are dealt out to groups of GROUP, as bytes with an
+        offset for a whole row have no product.
+        """
+        whole = form.kind == "int8" and form.offsets and form.group >= columns
+        here = not self.gpu and not self.plain and usable()
+        return here and whole and columns % GROUP == 0
 
     def _kept(self, form: Form, shape: tuple[int, ...]) -> bool:
         """Whether this device multiplies a form as it is stored."""

@@ -92,4 +92,5 @@ def _alike(mine: Held | None, theirs: Held | None, left: int, right: int, column
     same = replace(mine, group=theirs.group) == theirs
     if row:
         return same and mine.group == right - left
-    return same and mine.group == theirs.group and _cuts(theirs.group, left, right, columns)
+    # a scale that is dealt out to parts of its group is the same scale
+    return same and theirs.group % mine.group == 0 and _cuts(theirs.group, left, right, columns)
