@@ -16,6 +16,7 @@ import torch
 
 from engine.base.errors import SettingError
 from engine.model.config.config import ModelConfig
+from engine.model.share.divide import whole_of
 from engine.model.tensors import targets
 from kernels.launch.dispatch import ON_CPU
 from kernels.quant.linear import GROUPED, GROUPS, choose_quantised_form, held_bytes, speed_note
@@ -129,7 +130,9 @@ class OnTheWay:
         """
         kind, _, columns = word.partition(":")
         group = int(columns or GROUP)
-        widths = {config.hidden_size, config.value_size}
+        by_rows = config.share is not None and config.share.output is not None
+        inputs = whole_of(config).value_size if by_rows else config.value_size
+        widths = {config.hidden_size, inputs}
         if config.latent and config.latent.query_rank:
             widths.add(config.latent.query_rank)
         if config.experts is None or config.experts.dense:

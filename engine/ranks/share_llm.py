@@ -74,8 +74,8 @@ class ShareLLM(LLM):
         if cards and settings.get("weights_offload", "auto") == "auto":
             settings["weights_offload"] = "off"
         self._halved = False
-        kind, _, group = (settings.get("weights") or "").partition(":")
-        self._rounded = int(group or GROUP) if kind == "int4" and (group or "1").isdigit() else 0
+        kind, _, group = str(settings.get("weights")).partition(":")
+        self._rounded = int(group or GROUP) if kind == "int4" and (group or "1").isdecimal() else 0
         self._ranks: Ranks | None = None
         if (method := settings.get("method")) is not None:
             self._require(method)

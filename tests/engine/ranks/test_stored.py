@@ -373,10 +373,12 @@ def test_heads_that_a_group_holds_together_leave_the_output_by_rows(tmp_path):
     assert all(llm.config.share.output is None for llm in two.llms)
 
 
-def test_weights_that_are_rounded_to_groups_are_cut_between_them(tmp_path):
-    """int4 in groups of 32: an MLP of 224 columns is 7 groups, a head has 16 columns."""
-    folder = model_folder(tmp_path / "m", hidden_size=64, intermediate_size=224)
-    require_alike(folder, 4, weights="int4")
+@pytest.mark.parametrize("ranks, width", [(4, 224), (8, 256)])
+def test_weights_that_are_rounded_to_groups_are_cut_between_them(tmp_path, ranks, width):
+    """int4 in groups of 32: 224 columns of an MLP are 7 groups, and a head's 16 half of one."""
+    folder = model_folder(tmp_path / "m", hidden_size=64, intermediate_size=width)
+    together = require_alike(folder, ranks, weights="int4")
+    assert (together.llms[0].config.share.output is None) == (ranks == 4)
 
 
 @pytest.mark.parametrize(
