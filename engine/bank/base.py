@@ -437,6 +437,19 @@ class Bank(ABC):
         forgets has its own copies of those that it keeps. A bank of all rows keeps them.
         """
 
+    def keep_heap(self) -> None:
+        """Give back what lies free in the heap where it is too much beside rows that wait."""
+
+    def read_from(self, source: Bank) -> None:
+        """Read another bank's rows until `settle`: a session changes over to a method that forgets,
+        which makes its store of them. A bank that has rows of its own does nothing.
+        """
+
+    def settle(self, first: int, length: int) -> None:
+        """Copy what no store has taken of the source, positions first .. length-1, and let go of
+        it.
+        """
+
     # ---------------------------------------------------------------- going back, copies, end
 
     @abstractmethod

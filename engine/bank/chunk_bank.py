@@ -85,8 +85,8 @@ class ChunkBank(Bank):
     """K and V of positions that no store has taken yet, on one device. span: the most rows of a
     layer that wait at once; chunk: the most that a prompt's chunk writes. Sliding-window layers
     keep their rings. Rows that several layers read wait until the last of them has its store. heap:
-    bytes by which the process may grow, on a CPU, before what lies free in the heap is given back.
-    None: any number.
+    on a CPU, how far the process may grow before what lies free in the heap is given back, together
+    with the banks of a model's other parts. None: any number.
 
     source: another bank that holds all rows and is read instead, while a session changes over.
     Models with recurrent layers or latent attention have no such bank: methods that evict refuse
@@ -105,10 +105,10 @@ class ChunkBank(Bank):
         batch: int = 1,
         span: int = DEFAULT_CHUNK,
         chunk: int = DEFAULT_CHUNK,
-        heap: int | None = None,
+        heap: HeapLimit | None = None,
     ) -> None:
         super().__init__(config, capacity, dtype, device, batch)
-        self._heap = None if heap is None or self.device.type != "cpu" else HeapLimit(heap)
+        self._heap = heap if self.device.type == "cpu" else None
         self.span = min(span, self.capacity)
         self._stop = 0  # where the prompt that is being read ends
         self._waiting: list[Waiting | None] = [None] * self.num_layers
@@ -161,9 +161,10 @@ class ChunkBank(Bank):
         return new
 
     def keep_heap(self) -> None:
-        """Give back what lies free in the heap where it is too much; looked at in each layer."""
+        """As Bank's; looked at in each layer."""
         if self._heap is not None:
-            self._heap.keep(sum(held.untouched for held in self._waiting if held is not None))
+            untouched = sum(held.untouched for held in self._waiting if held is not None)
+            self._heap.keep(untouched, id(self))
 
     def write_chunk(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, start: int, backend: str = "auto"
@@ -268,15 +269,9 @@ class ChunkBank(Bank):
                 self._waiting[layer] = None
 
     def read_from(self, source: Bank) -> None:
-        """Read another bank's rows until `settle`: a session changes over to a method that forgets,
-        which makes its store of them.
-        """
         self.source = source
 
     def settle(self, first: int, length: int) -> None:
-        """Copy what no store has taken of the source, positions first .. length-1, and let go of
-        it.
-        """
         source = self.source
         assert source is not None
         for layer, ring in self._windows.items():

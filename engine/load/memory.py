@@ -202,9 +202,10 @@ def _forgetting_items(
     if not (needs.forgets and needs.leaves_rows):
         return ()
     points = min(STORES, savepoints) if needs.point_bytes else 0
-    # with the newest queries before rotation, which no full attention can compute again, and logits
-    point = needs.point_bytes + MOST_WINDOW * _query_bytes(config, size)
-    point += 4 * config.vocab_size
+    # the newest queries before rotation, which no full attention can compute again, and on a
+    # model's first device logits
+    fixed = MOST_WINDOW * _query_bytes(config, size) + 4 * config.vocab_size * config.ends[0]
+    point = needs.point_bytes + fixed
     rows = _waiting(needs, chunk, context) + min(needs.retained, context)
     cut = 0 if needs.kept else rows * config.kv_bytes(size)  # blocks are copied one by one
     saved, note = points * point, f"{points} x {human(point)}, a prompt's store to go back to"
@@ -213,7 +214,7 @@ def _forgetting_items(
         waiting, _ = _waiting_item(config, needs, size, chunk, context)
         # two stores are there as a chunk behind them is cut, and not as a whole prompt is
         less = max(0, context - needs.retained - chunk) * (config.kv_bytes(size) + needs.row_scores)
-        saved = max(0, (points + 1) * point - waiting - less)
+        saved = max(points * fixed, (points + 1) * point - waiting - less)
         note += ", in the place of rows that waited"
     if not points:
         note = "none: going back reads again from the beginning"

@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from engine.bank.chunk_bank import ChunkBank
 from engine.bank.pool.heap import give_back
 from engine.bank.recurrent.savepoints import Savepoints
 from engine.bank.row_origins import Span
@@ -58,8 +57,7 @@ def read(
             where = history.prompt_begin(start), first, last, math.inf if more else stop
             session.origins.add(first, session.method.prompt_origins(session.plan, *where))
             logits = _read_chunk(session, ids[first - start : last - start], first, stop, every)
-            if isinstance(session.bank, ChunkBank):
-                session.bank.keep_heap()
+            session.bank.keep_heap()
             seconds = time.perf_counter() - began
             eta.add(first, last, seconds)
             session.counters.count_prefill(last - first, seconds)

@@ -15,6 +15,7 @@ from engine.bank.chunk_bank import ChunkBank
 from engine.bank.device import DeviceBank
 from engine.bank.host.tiered import TieredBank
 from engine.bank.near.near_bank import NearBank
+from engine.bank.pool.heap_limit import HeapLimit
 from engine.bank.query_ring import QueryRing
 from engine.bank.recurrent.savepoints import Savepoints
 from engine.bank.row_origins import RowOrigins, Span
@@ -221,21 +222,29 @@ class SessionState:
     def new_bank(self, plan: LayerPlan, needs: Needs, placement: Placement | None) -> Bank:
         """An empty bank for this session under a method with such needs."""
         loaded, cut = self.loaded, self.loaded.cut
+        heap = HeapLimit(self.planner.workspace * 3 // 4) if needs.forgets else None
         if cut is None:
-            return self._bank_of(loaded.model, plan, needs, placement)
+            return self._bank_of(loaded.model, plan, needs, placement, heap)
         parts = loaded.model.parts
         given: Any = placement  # a SplitPlacement
         wanted = (None,) * len(parts) if given is None else given.parts
         banks = []
         for part, own, where in zip(parts, cut.layers(plan), wanted, strict=True):
             with current(part.device):
-                banks.append(self._bank_of(part, own, needs, where))
+                banks.append(self._bank_of(part, own, needs, where, heap))
         return SplitBank(loaded.config, cut, banks, self.capacity, loaded.dtype)
 
     def _bank_of(
-        self, model: Llama, plan: LayerPlan, needs: Needs, placement: Placement | None
+        self,
+        model: Llama,
+        plan: LayerPlan,
+        needs: Needs,
+        placement: Placement | None,
+        heap: HeapLimit | None,
     ) -> Bank:
-        """The bank of a model's layers, or of a part's, on its device."""
+        """The bank of a model's layers, or of a part's, on its device. heap: of one that forgets,
+        the same for all parts.
+        """
         loaded, planner = self.loaded, self.planner
         config, dtype, device = loaded.config, loaded.dtype, model.device
         if model is not loaded.model:
@@ -247,8 +256,8 @@ class SessionState:
             return bank
         if needs.forgets:
             span = needs.waiting_rows(planner.chunk)
-            sizes = dict(span=span, chunk=planner.chunk, heap=planner.workspace * 3 // 4)
-            return ChunkBank(config, self.capacity, dtype, device, **sizes)
+            sizes = dict(span=span, chunk=planner.chunk)
+            return ChunkBank(config, self.capacity, dtype, device, **sizes, heap=heap)
         given = config, plan, self.capacity, dtype, device
         if config.context is not None:
             pool = None if placement is None else loaded.host_pool

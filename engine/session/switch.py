@@ -11,7 +11,6 @@ from typing import TypeVar
 import torch
 
 from engine.bank.base import Bank
-from engine.bank.chunk_bank import ChunkBank
 from engine.bank.near.near_bank import NearBank
 from engine.base.checks import callables
 from engine.base.interrupts import complete
@@ -110,7 +109,7 @@ def _brought(
     if isinstance(bank, NearBank) and bank is not old:
         with torch.inference_mode():
             bank.copy_from(old, n)
-    if not isinstance(bank, ChunkBank) or old.forgets:
+    if not bank.forgets or old.forgets:
         return switched(session, runner, progress)
     bank.read_from(old)
     points = switched(session, runner, progress)

@@ -15,13 +15,14 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from engine import LLM, Full
 from engine.base.errors import EngineError
-from engine.methods.split.allowed import why_not
+from engine.methods.split.allowed import EVICT
 from tests.engine.methods.method_table import ROWS
 from tests.engine.ranks.model import SETTINGS, ids_of, model_folder
 from tools.families.models import VARIANTS, make
@@ -69,11 +70,12 @@ def methods(folder: Path, devices: int, offload: str, only: list[str]) -> Iterat
     place = model_folder(folder / "methods")
     for row in ROWS:
         for method in row.sparse or (row.neutral,):
-            if why_not(method) and getattr(method, "forget", False):
-                method = replace(method, forget=False)
-            for split in cuts(devices):
+            # what evicts, as it is and with a bank of all rows beside its stores
+            ways = (True, False) if method.name in EVICT else (getattr(method, "forget", None),)
+            for forget, split in product(ways, cuts(devices)):
+                own = method if forget is None else replace(method, forget=forget)
                 if not only or row.name in only:
-                    yield row.name, compared(place, method, devices, split, 300, 8, offload)
+                    yield row.name, compared(place, own, devices, split, 300, 8, offload)
 
 
 def families(

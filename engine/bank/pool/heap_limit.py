@@ -23,11 +23,15 @@ class HeapLimit:
     def __init__(self, most: int) -> None:
         self._most = most
         self._least: int | None = None  # resident bytes where nothing lives, when they were fewest
+        self._untouched: dict[int, int] = {}
 
-    def keep(self, untouched: int = 0) -> bool:
+    def keep(self, untouched: int = 0, bank: int = 0) -> bool:
         """Look, and give back; whether it did. untouched: bytes of pages of their own that nothing
-        was written to yet, so that they take no memory.
+        was written to yet, so that they take no memory, in the bank of this number; those of a
+        model's other parts are as they said last.
         """
+        self._untouched[bank] = untouched
+        untouched = sum(self._untouched.values())
         now = _idle(untouched)
         if now is None:
             return False

@@ -49,6 +49,8 @@ class SplitBank(Bank):
         self.capacity = max(part.capacity for part in parts)
         self.tiered = any(part.tiered for part in parts)
         self.overwrites = any(part.overwrites for part in parts)
+        self.forgets = any(part.forgets for part in parts)
+        self.lacks = any(part.lacks for part in parts)
         if self.tiered:
             placements = tuple(part.placement for part in parts)
             self.placement: Any = SplitPlacement(placements, cut.starts)
@@ -201,6 +203,22 @@ class SplitBank(Bank):
             for part in self.parts:
                 stack.enter_context(part.preparing(n))
             yield
+
+    def forget(self, layer: int, n: int) -> None:
+        bank, number = self._of(layer)
+        bank.forget(number, n)
+
+    def keep_heap(self) -> None:
+        for part in self.parts:
+            part.keep_heap()
+
+    def read_from(self, source: Bank) -> None:
+        assert source.parts, "a bank of the same parts"
+        for part, theirs in zip(self.parts, source.parts, strict=True):
+            part.read_from(theirs)
+
+    def settle(self, first: int, length: int) -> None:
+        self._each(lambda part: part.settle(first, length))
 
     def before_step(self, n: int) -> None:
         self._each(lambda part: part.before_step(n))

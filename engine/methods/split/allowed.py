@@ -40,7 +40,7 @@ RUN = (
     "xattention",
 )
 
-# with a bank of all rows beside their stores, which are each part's own
+# whose stores are each part's own, beside its part of the bank or in place of it
 EVICT = (
     "a2sf",
     "ada_pyramid",
@@ -74,8 +74,6 @@ def why_not(method: Method) -> str:
         return why_not(method.method)
     if method.name not in (*RUN, *EVICT):
         return "goes by what it finds in all layers, or by their numbers"
-    if method.name in EVICT and getattr(method, "forget", False):
-        return "holds no rows but those of its stores; use forget=False, which keeps the bank"
     return ""
 
 

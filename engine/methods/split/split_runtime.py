@@ -80,7 +80,12 @@ class SplitRuntime(Runtime):
 
     @property
     def k(self) -> int:
-        return max(part.k for part in self.by_part)
+        """Of a method that evicts, the mean over the layers of all parts that do."""
+        if not self._evicts:
+            return max(part.k for part in self.by_part)
+        parts = [part for part in self.by_part if isinstance(part, EvictingRuntime)]
+        budgets = [budget for part in parts for budget in part.sequences[0].budgets]
+        return sum(budgets) // max(1, sum(len(part.evicting) for part in parts))
 
     def clear_scratch(self) -> None:
         self._each(lambda part: part.clear_scratch())
@@ -226,6 +231,24 @@ class SplitRuntime(Runtime):
         for part, own in zip(self.by_part, states, strict=True):
             with self._here(part):
                 part.load(own, length)
+
+    def restored(self, state: Any, length: int) -> Any:
+        if not self._evicts:
+            return super().restored(state, length)
+        if any(held is not None and len(held) not in (0, self.starts[-1]) for held in state[2:]):
+            raise ValueError("layers")
+        states = zip(self.by_part, shares(state, self.starts), strict=True)
+        return joined([part.restored(own, length) for part, own in states])
+
+    def loadable(self, state: Any) -> bool:
+        states = shares(state, self.starts) if self._evicts else [state] * len(self.by_part)
+        return all(part.loadable(own) for part, own in zip(self.by_part, states, strict=True))
+
+    def positions(self, layer: int, sequence: int = 0) -> list[list[int]]:
+        """As EvictingRuntime's."""
+        part, number, _ = self._of(layer)
+        assert isinstance(part, EvictingRuntime)
+        return part.positions(number, sequence)
 
     def waiting_from(self, length: int) -> int:
         return min(part.waiting_from(length) for part in self.by_part)

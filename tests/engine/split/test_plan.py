@@ -186,7 +186,10 @@ def test_programs_say_what_lies_where_before_they_load():
         (["--devices", "cpu,cpu", "--split", "1:x"], "--split: found '1:x'"),
         (["--devices", "cpu,cpu", "--split", "1"], "--split: found 1 numbers (1), expected 2"),
         (["--devices", "cpu,cpu", "--ranks", "2"], "--devices: found beside --ranks"),
-        (["--devices", "cpu,cpu", "--method", "h2o"], "method: found h2o over several devices"),
+        (
+            ["--devices", "cpu,cpu", "--method", "zigzagkv"],
+            "method: found zigzagkv over several devices",
+        ),
     ],
 )
 def test_wrong_flags_end_with_2_and_one_line(capsys, flags, message):

@@ -15,7 +15,7 @@ from engine.methods.select.across.less_is_more import LessIsMore
 from engine.methods.select.across.omnikv_heads import OmniKVHeads
 from engine.methods.select.quest import Quest
 from engine.methods.select.tidaldecode import TidalDecode
-from engine.methods.split.allowed import RUN, why_not
+from engine.methods.split.allowed import EVICT, RUN, why_not
 from engine.saved.cache import BlockCache
 from tests.engine.methods.method_table import ROWS
 from tests.engine.ranks.model import SETTINGS, ids_of, model_folder
@@ -331,10 +331,10 @@ def test_methods_that_run_give_one_device_s_bits(folder, name):
 
 def test_every_other_method_is_refused_in_one_line(folder):
     refused = {row.name: row.neutral for row in ROWS if why_not(row.neutral)}
-    tried = {method.name for method in refused.values()} | set(RUN)
-    assert set(NAMES) - tried <= {"random_eviction"}, "neither runs nor is refused"
+    tried = {method.name for method in refused.values()} | {*RUN, *EVICT}
+    assert set(NAMES) == tried, "neither runs nor is refused"
     llm = several(folder, method=Full())
-    for method in (refused["h2o"], refused["kascade"], refused["minference"]):
+    for method in (refused["zigzagkv"], refused["kascade"], refused["minference"]):
         with pytest.raises(SettingError, match="several devices, but it") as raised:
             llm.session(method=method)
         assert "\n" not in str(raised.value)
