@@ -64,8 +64,8 @@ def part_of_step(
     x: torch.Tensor | None,
 ) -> torch.Tensor:
     """Run one part of a model in parts, of `sequences` as it sees them: what the part before left,
-    x [B, Q, hidden] (None: this is the first), to what this one leaves, or to logits; on its
-    device, where lists of earlier parts are (`carry`).
+    x [B, Q, width] as Llama.packed (None: this is the first), to what this one leaves, or to
+    logits; on its device, where lists of earlier parts are (`carry`).
     """
     own = model.parts[part]
     with current(own.device):
@@ -81,9 +81,11 @@ def _through(
     """Run a step through the layers of a model, or of a part: from the tokens where x is None, to
     logits where the head follows.
     """
-    steps, more = [sequence.step for sequence in sequences], None
+    steps = [sequence.step for sequence in sequences]
     if x is None:
         x, more = begin(halves, _joined([sequence.tokens for sequence in sequences]))
+    else:
+        x, more = model.unpacked(x)
     turns = [step.rotary.of_layers(step.positions) for step in steps]
     seers = foreseeing([sequence.runtime for sequence in sequences])
     angles: dict[int, list[torch.Tensor]] = {}  # of each rope
@@ -109,7 +111,7 @@ def _through(
         if mixed is not None:
             attended = beside(model.config, attended, mixed)
         x = refine(halves, number, halves.after(number, x, attended), more, predicted)
-    return halves.logits(x) if model.config.ends[1] else x
+    return halves.logits(x) if model.config.ends[1] else model.packed(x, more)
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -97,15 +97,15 @@ def _through(
     advance: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """As `run_chunk`, of a model or of one of its parts: from the tokens where x is None, else from
-    what the part before it left, x [B, C, hidden]. A part that others follow returns its x [B, C,
-    hidden] in place of logits.
+    what the part before it packed, x [B, C, width]. A part that others follow returns what it has
+    packed for them in place of logits.
     """
     config = model.config
     ends, device = config.ends[1], model.device
     shortens = ends and every is None  # only the newest token's output of the last layer is wanted
     positions = torch.arange(start, start + tokens.shape[1], device=device)[None]
     turns = rotary.of_layers(positions, total)
-    x, more = model.begun(tokens) if x is None else (x, None)
+    x, more = model.begun(tokens) if x is None else model.unpacked(x)
     widest = max(config.heads_of(layer)[1] for layer in config.attending_layers)
     opening = _opening(model, runtime, start, tokens.shape[1], not shortens, backend)
     newest: torch.Tensor | None = None
@@ -147,7 +147,7 @@ def _through(
         x = model.refined(number, x, None if more is None else more[:, :, number], predicted)
     assert newest is not None and count == len(newest), "a layer that attends was left out"
     if not ends:
-        return x, newest
+        return model.packed(x, more), newest
     if every is not None:
         every(x, start)
     return model.logits(x[:, -1]) if last_logits else None, newest

@@ -363,6 +363,8 @@ def prefill_bytes(config: ModelConfig, size: int, chunk: int, device_type: str) 
     residual = 4 * (
         config.hidden_size * (size + 1) + config.block.streams * config.hidden_size * size
     )
+    # what layers add beside their halves, those of later parts too
+    residual += (config.num_layers + config.behind) * config.block.per_layer * size
     pending = recurrent_bytes(config, chunk)
     attention = config.q_size * (2 * size + 8) + 2 * config.kv_size * size + 8 * config.num_heads
     if config.latent:  # queries before and after rotation, and what they are joined from

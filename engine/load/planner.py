@@ -35,7 +35,7 @@ from engine.methods.omnikv.method import OmniKV
 from engine.methods.requirements import require_windows
 from engine.methods.split.allowed import divides, require_split
 from engine.model.config.config import ModelConfig
-from engine.model.parts.config import part_of, require_parts
+from engine.model.parts.config import part_of
 from engine.plan import filter_layers
 from engine.plan.filter_layers import FilterLayers
 from engine.plan.free_memory import HEADROOM
@@ -89,7 +89,6 @@ class Planner:
         self.hint = ""
         self.cut = cut  # where the layers lie, if on several devices
         if self.devices:
-            require_parts(config)
             require_roundable(self.rounding, self.devices)
         method = options.method if options.method is not None else self._default_method()
         self.method, layers = self.resolve_method(method)

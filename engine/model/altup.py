@@ -58,6 +58,15 @@ class AltUp:
         each = self.routers, self.norms, self.predictors, self.correctors, self.scales
         return [*self.spreads, *self.folds, *(tensor for held in each for tensor in held)]
 
+    def of_part(self, first: int, stop: int) -> AltUp:
+        """Return the weights of the layers first .. stop-1: with what makes streams where they are
+        the first, and with what joins them where they are the last.
+        """
+        last = stop == len(self.routers)
+        ends = self.spreads if first == 0 else [], self.folds if last else []
+        each = self.routers, self.norms, self.predictors, self.correctors, self.scales
+        return AltUp(*ends, *(held[first:stop] for held in each), self.eps)
+
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """Make the streams [B, S, A, hidden] of embeddings x [B, S, hidden], all as large."""
         size = x.square().mean(-1, keepdim=True).sqrt()

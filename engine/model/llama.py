@@ -21,7 +21,7 @@ from engine.model.config.config import ModelConfig
 from engine.model.heads.latent import LatentHeads
 from engine.model.mamba import Mamba2
 from engine.model.mixture import Mixture, Stacks
-from engine.model.per_layer import PerLayer, rounded
+from engine.model.per_layer import LayerTable, PerLayer, rounded
 from engine.model.recurrent import DeltaNet, Mixed, Mixer
 from engine.model.rope import apply_rope
 from engine.model.share.matrix import Joined
@@ -257,7 +257,29 @@ class Llama:
         """
         x, more = self.embedded(tokens), self.per_layer
         streams = x if self.altup is None else self.altup.spread(x)
-        return streams, None if more is None else more.inputs(tokens, x)
+        if more is None:
+            return streams, None
+        assert more.made is not None, "the first part of a model begins"
+        return streams, more.made.inputs(tokens, x)
+
+    def packed(self, x: torch.Tensor, more: torch.Tensor | None) -> torch.Tensor:
+        """Pack what the part behind this one takes into one tensor [B, S, width]: what the last
+        layer left, [B, S, hidden] or streams, and what later layers add beside their halves.
+        """
+        if more is None:
+            return x
+        later = more[:, :, self.config.num_layers :]
+        return torch.cat((x.flatten(2), later.flatten(2)), dim=2)
+
+    def unpacked(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `begun`, of what the part before this one has packed [B, S, width]."""
+        block, hidden = self.config.block, self.config.hidden_size
+        if not block.per_layer:
+            return x, None
+        own = max(1, block.streams) * hidden
+        given, more = x[:, :, :own].contiguous(), x[:, :, own:]
+        streams = given.unflatten(2, (-1, hidden)) if block.streams else given
+        return streams, more.unflatten(2, (-1, block.per_layer))
 
     def entered(self, number: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (what a layer computes of [B, S, hidden], its predicted streams or None) from x as
@@ -687,15 +709,14 @@ def _per_layer(
     """Make the embeddings for each layer of what has arrived; None where there are none."""
     if not config.block.per_layer:
         return None
-    layers = range(config.num_layers)
+    layers, eps = range(config.num_layers), config.rms_norm_eps
+    table = plain["layer_embed"], packed["layer_inputs"], plain["layer_inputs_norm"]
     return PerLayer(
-        plain["layer_embed"],
-        packed["layer_inputs"],
-        plain["layer_inputs_norm"],
+        LayerTable(*table, eps),
         [packed[f"{i}.layer_gate"] for i in layers],
         [packed[f"{i}.layer_out"] for i in layers],
         [plain[f"{i}.layer_norm"] for i in layers],
-        config.rms_norm_eps,
+        eps,
     )
 
 

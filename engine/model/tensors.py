@@ -273,29 +273,28 @@ def _beside(
 
 
 def _per_layer(config: ModelConfig) -> list[Target]:
-    """List what makes a token's embeddings for each layer."""
+    """List what makes a token's embeddings for each layer, those of later parts too, and streams
+    of it and of them.
+    """
     width, first = config.block.per_layer, config.prefix
     if not width:
         return []
-    shapes = (
-        (
-            "layer_embed",
-            "embed_tokens_per_layer",
-            (config.per_layer_vocab, config.num_layers * width),
-        ),
-        (
-            "layer_inputs",
-            "per_layer_model_projection",
-            (config.num_layers * width, config.hidden_size),
-        ),
+    begins, made = config.ends[0], (config.num_layers + config.behind) * width
+    shapes: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+        ("layer_embed", "embed_tokens_per_layer", (config.per_layer_vocab, made)),
+        ("layer_inputs", "per_layer_model_projection", (made, config.hidden_size)),
         ("layer_inputs_norm", "per_layer_projection_norm", (width,)),
     )
-    found = [Target(name, ((f"{first}{stored}.weight", shape),)) for name, stored, shape in shapes]
+    found = [
+        Target(name, ((f"{first}{stored}.weight", shape),))
+        for name, stored, shape in (shapes if begins else ())
+    ]
     square = config.hidden_size, config.hidden_size
     for i in range(config.block.streams - 1):
-        for name, stored in (("spread", "projections"), ("fold", "unembed_projections")):
+        pair = ("spread", "projections"), ("fold", "unembed_projections")
+        for (name, stored), here in zip(pair, config.ends, strict=True):
             part = f"{first}altup_{stored}.{i}.weight", square
-            found.append(Target(f"altup.{name}.{i}", (part,)))
+            found += [Target(f"altup.{name}.{i}", (part,))] if here else []
     return found
 
 

@@ -128,7 +128,11 @@ def scratch_bytes(shape: ScratchShape, device: torch.device | str, backend: str 
     device = torch.device(device)
     backend = "triton" if backend == "auto" and device.type == "cuda" else backend
     sizes = _sizes(shape, device, backend)
-    return sum(count * kind.itemsize for count, kind in sizes.values())
+    return sum(map(_bytes, sizes.values()))
+
+
+def _bytes(size: tuple[int, torch.dtype]) -> int:
+    return size[0] * size[1].itemsize
 
 
 def _sizes(
@@ -140,7 +144,8 @@ def _sizes(
         local = replace(s, kv_heads=heads, head_dim=width, budget=seen, scored=False, window=0)
         both = (_sizes(replace(one, local=None), device, backend) for one in (s, local))
         first, second = both
-        return {name: max(first[name], second[name]) for name in first}
+        # one may have no use for a buffer that the other has, in another dtype
+        return {name: max(first[name], second[name], key=_bytes) for name in first}
     chosen = backend if backend == "triton" else choose_for(backend, device)
     sizes = {name: (0, torch.float32) for name in Scratch.__dataclass_fields__}
     if chosen == "cpu":

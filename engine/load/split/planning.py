@@ -54,9 +54,10 @@ class SplitPlanning:
             held = self._weights(one, 0, layer)
             own = one.parameters * size if held is None else held.nbytes
             rows = min(context, 2 * window) if window else context
+            rows = rows if config.rows_of(layer) == layer else 0
             bytes_of.append(own + rows * config.kv_bytes(size, local=window > 0))
         room = [self._free(device) for device in self._devices]
-        given = bytes_of, room, self._split, divides(method)
+        given = bytes_of, room, self._split, divides(method), config.row_layers
         return choose_cut(method.name, layers, self._devices, *given)
 
     def _weights(self, config: ModelConfig, part: int, first: int) -> FewBits | None:

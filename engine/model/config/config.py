@@ -62,7 +62,7 @@ class ModelConfig:
     a model this is, whose heads and widths the others are then; None: the whole model. `context`:
     the tokens whose rows this process holds of the whole model; None: all. `ends`: whether these
     layers follow the embedding, and whether the head follows them: not of parts of a model
-    (engine/model/parts/). `packed`: how the columns of matrices are stored where they are of few
+    (engine/model/parts/). `behind`: layers of the parts behind this one. `packed`: how the columns of matrices are stored where they are of few
     bits, which is no fact of the model.
     """
 
@@ -103,6 +103,7 @@ class ModelConfig:
     # of a file's model it stands apart (engine/saved/model_key.py)
     context: ContextShare | None = field(default=None, repr=False)
     ends: tuple[bool, bool] = field(default=(True, True), repr=False)
+    behind: int = field(default=0, repr=False)
     packed: Packed | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -379,12 +380,13 @@ class ModelConfig:
         if laurel := self.block.laurel:
             found += layers * (2 * laurel * hidden + hidden)
         if streams := self.block.streams:
-            found += 2 * (streams - 1) * hidden**2
+            found += sum(self.ends) * (streams - 1) * hidden**2
             found += layers * (streams**3 + streams**2 + streams * hidden + 2 * hidden)
         if width:
-            table = layers * width * (1 if read else self.per_layer_vocab)
-            found += table + layers * width * hidden + width
             found += layers * (2 * width * hidden + hidden)
+        if width and self.ends[0]:  # for the layers of all parts
+            made = (layers + self.behind) * width
+            found += made * (1 if read else self.per_layer_vocab) + made * hidden + width
         return found
 
     @classmethod

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.base.errors import SettingError
 from engine.model.config.config import ModelConfig
 
 
-def require_parts(config: ModelConfig) -> None:
-    """Raise SettingError for a model whose layers pass more from one to the next than a hidden
-    vector.
-    """
-    block = config.block
-    for has, what in (
-        (bool(config.row_layers), "layers that read the rows of others"),
-        (bool(block.per_layer or block.streams), "embeddings that go to every layer"),
-    ):
-        if has:
-            raise SettingError(
-                f"devices: found several for {config.family}, which has {what}; use one device"
-            )
-
-
 def part_of(config: ModelConfig, first: int, stop: int) -> ModelConfig:
-    """The configuration of the layers first .. stop-1: with the embedding where they are the first,
-    with the head where they are the last. A tied head is a table of its own there.
+    """The configuration of the layers first .. stop-1: with the embeddings where they are the
+    first, with the head where they are the last. A tied head is a table of its own there. A layer
+    whose rows another part has is one that reads, for those who count weights: no part has one.
     """
     experts, block, windows = config.experts, config.block, config.windows[first:stop]
     recurrent, names = config.recurrent, config.names
@@ -41,6 +26,7 @@ def part_of(config: ModelConfig, first: int, stop: int) -> ModelConfig:
         windows=windows,
         local_heads=config.local_heads if any(windows) else None,
         layer_ropes=config.layer_ropes[first:stop],
+        row_layers=tuple(max(-1, rows - first) for rows in config.row_layers[first:stop]),
         experts=experts,
         recurrent=recurrent,
         names=replace(names, halves=names.halves[first:stop]),
@@ -48,4 +34,5 @@ def part_of(config: ModelConfig, first: int, stop: int) -> ModelConfig:
         bare=tuple(layer - first for layer in config.bare if first <= layer < stop),
         tied_embeddings=False,
         ends=(first == 0, stop == config.num_layers),
+        behind=config.num_layers - stop,
     )

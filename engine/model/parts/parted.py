@@ -15,6 +15,8 @@ from engine.model.parts.config import part_of
 from engine.model.rope import Rotary
 from kernels.quant.matrix import Quantised
 
+FIRST = ("embed", "layer_embed", "layer_inputs", "altup.spread")  # of no layer's number
+
 
 def parted(
     model: Llama, config: ModelConfig, starts: Sequence[int], devices: Sequence[torch.device]
@@ -28,6 +30,8 @@ def parted(
             config=part_of(config, first, stop),
             device=device,
             layers=model.layers[first:stop],
+            per_layer=model.per_layer and model.per_layer.of_part(first, stop),
+            altup=model.altup and model.altup.of_part(first, stop),
             parts=(),
         )
         for (first, stop), device in zip(pairwise(starts), devices, strict=True)
@@ -60,14 +64,15 @@ def to_parts(
     devices: Sequence[torch.device],
     tied: bool,
 ) -> Iterator[tuple[str, Any]]:
-    """Bring each weight of a stream of (target name, tensor or Quantised) to its part's device: the
-    embedding to the first, the last norm and the head to the last. An embedding in few bits that is
+    """Bring each weight of a stream of (target name, tensor or Quantised) to its part's device:
+    embeddings and what makes streams to the first, the last norm and the head to the last. An
+    embedding in few bits that is
     the head as well comes a second time, behind it, unless the stream has a head.
     """
     for name, weight in stream:
         tied = tied and name != "lm_head"
         number = name.split(".")[0]
-        device = devices[0] if name == "embed" else devices[-1]
+        device = devices[0] if name.startswith(FIRST) else devices[-1]
         if number.isdecimal():
             device = next(d for d, stop in zip(devices, starts[1:]) if int(number) < stop)
         yield name, weight.to(device)

@@ -1,7 +1,8 @@
 """The cut of a model's layers into parts that follow each other, one on each device.
 
 A group of sparse layers may be cut: what its filter layer chooses then crosses to the devices after
-it. A method that cannot do that keeps each group on one device.
+it. A method that cannot do that keeps each group on one device. Layers that read another's rows lie
+on its device.
 """
 
 from __future__ import annotations
@@ -74,15 +75,16 @@ def part_plan(plan: LayerPlan, first: int, stop: int) -> LayerPlan:
     return LayerPlan(*own, plan.whole, plan.all, plan.first + first)
 
 
-def boundaries(plan: LayerPlan, divides: bool = False) -> list[int]:
+def boundaries(plan: LayerPlan, divides: bool = False, row_layers: Sequence[int] = ()) -> list[int]:
     """The layers that may begin a part: all but the first and, unless groups may be divided, but
-    those within a group.
+    those within a group. row_layers: the layer whose rows each one reads; none lies between the
+    two.
     """
-    if divides:
-        return list(range(1, plan.num_layers))
     inside = set[int]()
+    for layer, rows in enumerate(row_layers):
+        inside.update(range(rows + 1, layer + 1))
     for group in plan.groups:
-        if group.layers:
+        if group.layers and not divides:
             inside.update(range(group.filter_layer + 1, max(group.layers) + 1))
     return [layer for layer in range(1, plan.num_layers) if layer not in inside]
 
@@ -95,19 +97,22 @@ def choose_cut(
     room: Sequence[float],
     split: Sequence[int] | None = None,
     divides: bool = False,
+    row_layers: Sequence[int] = (),
 ) -> Cut:
     """Return the cut under which the fullest device is least full, of a method, `name`, with this
-    plan. divides: whether its groups may be.
+    plan. divides: whether its groups may be. row_layers: as of `boundaries`.
 
     bytes_of: of each layer with its part of the bank, of the first with the embedding, of the last
     with the head. room: bytes of each device. split: the layers of each part, or what they are to
     be in proportion to; each boundary is then the nearest that may be one. Every part has a layer
     that attends. Raises SettingError where there are fewer places to cut than devices.
     """
-    free, parts, count = boundaries(plan, divides), len(devices), plan.num_layers
+    free, parts, count = boundaries(plan, divides, row_layers), len(devices), plan.num_layers
     seen = list(accumulate((role is not Role.RECURRENT for role in plan.roles), initial=0))
     most, why = min(len(free) + 1, seen[count]), ", whose groups stay on one device each"
     if most < parts:
+        if divides and row_layers:
+            why = f", of which those from {free[-1] if free else 0} on read each other's rows"
         if parts > seen[count]:
             most, why = seen[count], " that attend" * (seen[count] < count)
         raise SettingError(
