@@ -113,6 +113,7 @@ class SplitGraphedStep(GraphedStep):
             self._decoder.runtime.carry(number)
             with current(own.device):
                 graph.replay()
+            self._decoder.model.parts[number].replayed()
             out = own
         home = crossed(out, self.token.device)
         return home.clone() if home is out else home

@@ -22,7 +22,7 @@ from engine.base.errors import SettingError
 from engine.base.lock import Request, RequestLock
 from engine.forward.graphs import compiled_pieces
 from engine.forward.self_test import StepForms, matrices
-from engine.forward.staged.ring import left_on_host, staged
+from engine.forward.staged.ring import left_on_host, staged, staged_parts
 from engine.load.planner import Planner
 from engine.model.config.config import ModelConfig
 from engine.model.llama import Llama, assemble, post_attention, pre_attention
@@ -113,12 +113,12 @@ class Loaded:
         )
         if cut is not None:
             model = parted(model, config, cut.starts, cut.devices)
-        elif streaming:
-            model = staged(model, streaming)
+        if streaming:
+            model = staged(model, streaming) if cut is None else staged_parts(model, streaming)
         trim_heap()
         compiled = compiled and model.capturable
         captured = options.captures(config, planner.device) and model.capturable
-        pinned = model.staged is None or model.staged.pinned
+        pinned = all(ring.pinned for ring in model.rings)
         rotary = parted_rotary(model, far=options.forever)
         pieces = compiled_pieces() if compiled else (pre_attention, post_attention)
         return cls(
@@ -143,8 +143,7 @@ class Loaded:
         """The same model and host memory under another plan. Raises SettingError where that has
         other weights in host memory.
         """
-        there = self.model.staged.layers if self.model.staged else ()
-        if there != (planner.staging.layers if planner.staging else ()):
+        if self.model.streaming != (planner.staging.layers if planner.staging else ()):
             raise SettingError(
                 "weights_offload: found another division of the weights than the shared model's, "
                 "which is loaded; leave it out"
@@ -174,7 +173,7 @@ class Loaded:
     @property
     def weight_bytes_streamed(self) -> int:
         """Bytes of weights that have come from host memory since the model was loaded."""
-        return self.model.staged.streamed if self.model.staged else 0
+        return sum(ring.streamed for ring in self.model.rings)
 
     @property
     def host_pool(self) -> HostPool:

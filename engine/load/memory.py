@@ -629,6 +629,7 @@ def plan_at(
         budget=needs.retained or needs.selected,
         kept=needs.retained_bytes,
         outlook=search.outlook(context, placement),
+        staging=staging,
         prompt_link_bytes=search.link_bytes(context, placement),
         step_link_bytes=step_link_bytes(config, needs, placement, size, context),
         offload=offload,

@@ -93,13 +93,9 @@ class Planner:
         method = options.method if options.method is not None else self._default_method()
         self.method, layers = self.resolve_method(method)
         options.require_positions(config, self.method, layers)
-        self._triton = choose_for(options.backend, self.device) == "triton"
+        chosen = [choose_for(options.backend, device) for device in self.places]
+        self._triton = "triton" in chosen
         asked = streamed_layers(options.weights_offload, config, self._triton)
-        if asked and self.devices:
-            raise SettingError(
-                f"weights_offload: found {options.weights_offload!r} with several devices; "
-                "expected 'auto' or 'off'"
-            )
         self.staging = self._streaming(asked)
         self._plan = self._make_plan(self.method, layers, options.max_context, options.chunk)
         self._stream_what_does_not_fit(layers)
@@ -141,19 +137,19 @@ class Planner:
     def _stream_what_does_not_fit(self, layers: LayerPlan) -> None:
         """Plan with the fewest layers that have to stream, where the model would be refused."""
         options, config, plan = self.options, self.config, self._plan
-        one_gpu = self.device.type == "cuda" and not self.devices
-        by_itself = one_gpu and options.weights_offload == "auto"
+        gpus, cut = all(device.type == "cuda" for device in self.places), self.cut
+        by_itself = gpus and options.weights_offload == "auto"
         if not by_itself or plan.shared or plan.fits_device or not movable(config, self._triton):
             return
         context = options.max_context or min(config.max_positions, CONTEXT)
         for chunk in (*LARGER, None) if options.chunk is None else (options.chunk,):
 
             def fits(count: int, chunk: int | None = chunk) -> bool:
-                self.staging = self._streaming(count)
+                self.staging, self.cut = self._streaming(count), None
                 return self._make_plan(self.method, layers, context, chunk).fits_device
 
             count = fewest_streamed(fits, config.num_layers)
-            self.staging = self._streaming(count)
+            self.staging, self.cut = self._streaming(count), None if count else cut
             if count:
                 break
         self._plan = self._make_plan(self.method, layers, options.max_context, chunk)
@@ -195,7 +191,7 @@ class Planner:
             staging=self.staging,
             shared_by=(ranks, hosts),
         )
-        plan = replace(plan, staging=self.staging, link_rate=self.host_tier.rate)
+        plan = replace(plan, link_rate=self.host_tier.rate)
         if not options.forever:
             return plan
         needs = method.needs(layers, self.config, plan.max_context, self.dtype.itemsize)
@@ -215,7 +211,8 @@ class Planner:
         shared["backend"] = options.backend
         budgets = {"cuda": options.vram_budget, "cpu": options.ram_budget}
         own = self.name, self.config, self.dtype, self.devices, options.split, budgets
-        planning = SplitPlanning(*own, self.rounding, **shared)
+        streaming = self.staging.layers if self.staging else ()
+        planning = SplitPlanning(*own, self.rounding, streaming, **shared)
         model = self.name, self.config, method, layers, self.dtype, self.device
 
         def whole(context: int, tokens: int) -> Plan:
@@ -224,13 +221,14 @@ class Planner:
 
         given = method, layers, max_context, chunk, offload
         if self.cut is not None:
-            return planning.plan(whole, self.cut, *given)
+            found = planning.plan(whole, self.cut, *given)
+            return replace(found, link_rate=self.host_tier.rate)
         self.cut = planning.cut(method, layers, max_context or self.config.max_positions)
         found = planning.plan(whole, self.cut, *given)
         if max_context is None and found.max_context < self.config.max_positions:
             self.cut = planning.cut(method, layers, found.max_context)
             found = planning.plan(whole, self.cut, *given)
-        return found
+        return replace(found, link_rate=self.host_tier.rate)
 
     @property
     def places(self) -> tuple[torch.device, ...]:

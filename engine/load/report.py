@@ -305,6 +305,11 @@ class Plan:
         return rate, f"{rate / 1e9:.3g} GB/s ({'measured' if self.link_rate else 'assumed'})"
 
     @property
+    def _on_cpus(self) -> bool:
+        """Whether no device is a GPU."""
+        return all(part.device == "cpu" for part in self.by_device)
+
+    @property
     def streaming(self) -> str:
         """One line on the weights that stream and the most tokens per second that their link
         allows; "" where none do.
@@ -312,7 +317,7 @@ class Plan:
         if self.staging is None:
             return ""
         line = f"weights of {self.staging.named} stream: {human(self.staged_bytes)} a step"
-        if self.device == "cpu":
+        if self._on_cpus:
             return f"{line}, copied within RAM"
         rate, said = self._rate
         line += f", at most {rate / self.staged_bytes:.2g} tokens/s at {said}"
@@ -326,7 +331,7 @@ class Plan:
         if self.staging is None:
             return []
         lines = [self.streaming.replace("weights", "weights  ", 1)]
-        if self.device == "cpu":
+        if self._on_cpus:
             return lines
         rate, said = self._rate
         chunks = -(-self.max_context // self.chunk)

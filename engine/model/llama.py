@@ -240,6 +240,23 @@ class Llama:
         if self.staged is not None:
             self.staged.place(number)
 
+    @property
+    def streaming(self) -> tuple[int, ...]:
+        """The layers whose matrices come to the device in turn, of all parts, ascending."""
+        found: list[int] = []
+        first = 0
+        for part in self.parts or (self,):
+            own = part.staged.layers if part.staged is not None else ()
+            found += [first + layer for layer in own]
+            first += len(part.layers)
+        return tuple(found)
+
+    @property
+    def rings(self) -> tuple[Staged, ...]:
+        """What brings those of each part that has some."""
+        held = (part.staged for part in self.parts or (self,))
+        return tuple(ring for ring in held if ring is not None)
+
     def replayed(self) -> None:
         """Note that a graph has gone through all layers."""
         if self.staged is not None:

@@ -21,11 +21,13 @@ import torch
 
 from engine.bank.host.streams import SideStream, wait
 from engine.bank.pool.pinned_memory import ordinary
+from engine.base.device import current
 from engine.forward.staged.host import HostMemory
 from engine.forward.staged.lying import Matrix, lying_in, places, require_movable, tensors, view
 from engine.forward.staged.lying import moved as made_of
 from engine.forward.staged.staging import BUFFERS
 from engine.model.llama import Layer, Llama
+from engine.model.parts.parted import joined_parts
 from engine.model.share.matrix import Joined
 
 T = TypeVar("T")
@@ -166,6 +168,21 @@ def staged(model: Llama, layers: Sequence[int], host: HostMemory | None = None) 
         model.layers[number] = _made_of(model.layers[number], views)
     host.report()
     return replace(model, staged=WeightRing(memory, buffers, device, host.pinned))
+
+
+def staged_parts(model: Llama, layers: Sequence[int]) -> Llama:
+    """As `staged`, of a model in parts, which gives its layers up: each part has a ring of its own
+    on its device.
+    """
+    model.layers.clear()  # or the matrices would be there twice
+    made, first = [], 0
+    for part in model.parts:
+        stop = first + len(part.layers)
+        own = [layer - first for layer in layers if first <= layer < stop]
+        with current(part.device):
+            made.append(staged(part, own) if own else part)
+        first = stop
+    return joined_parts(model, made)
 
 
 def _buffer(size: int, device: torch.device) -> torch.Tensor:

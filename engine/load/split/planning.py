@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from engine.forward.staged.staging import Staging
 from engine.load.memory import default_chunk, plan_at
-from engine.load.report import OFFLOAD_CHUNK
+from engine.load.report import LARGER, OFFLOAD_CHUNK
 from engine.load.split.split_plan import SplitPlan
+from engine.load.staged.sizes import layer_sizes
 from engine.methods.base import Method
 from engine.methods.split.allowed import divides
 from engine.model.config.config import ModelConfig
@@ -25,7 +27,8 @@ class SplitPlanning:
     """Plans a model over `devices`.
 
     split: as of Options. budgets: bytes of a GPU, and of host memory. rounding: how its weights are
-    held. settings: of plan_at, the same for every part.
+    held. streaming: the layers whose weights lie in host memory. settings: of plan_at, the same for
+    every part.
     """
 
     def __init__(
@@ -37,11 +40,13 @@ class SplitPlanning:
         split: tuple[int, ...] | None,
         budgets: Budget,
         rounding: Rounding,
+        streaming: tuple[int, ...],
         backend: str,
         **settings: Any,
     ) -> None:
         self._name, self._config, self._dtype, self._devices = name, config, dtype, devices
         self._split, self._budgets, self._rounding = split, budgets, rounding
+        self._streaming = streaming
         self._backend, self._settings = backend, {"backend": backend, **settings}
 
     def cut(self, method: Method, layers: LayerPlan, context: int) -> Cut:
@@ -53,6 +58,9 @@ class SplitPlanning:
             one = part_of(config, layer, layer + 1)
             held = self._weights(one, 0, layer)
             own = one.parameters * size if held is None else held.nbytes
+            staged = self._staging(one, 0, layer)
+            if staged is not None and self._devices[0].type == "cuda":
+                own -= staged.bytes
             rows = min(context, 2 * window) if window else context
             rows = rows if config.rows_of(layer) == layer else 0
             bytes_of.append(own + rows * config.kv_bytes(size, local=window > 0))
@@ -64,6 +72,16 @@ class SplitPlanning:
         """The weights of a part that begins with layer `first`, on the device of number `part`."""
         own = self._rounding.of_part(self._config, first)
         return own.bytes(config, self._dtype, self._devices[part], self._backend)
+
+    def _staging(self, config: ModelConfig, part: int, first: int) -> Staging | None:
+        """The layers that stream of a part, as `_weights`; None for none."""
+        stop = first + config.num_layers
+        layers = tuple(layer - first for layer in self._streaming if first <= layer < stop)
+        if not layers:
+            return None
+        own = self._rounding.of_part(self._config, first)
+        held = own, self._dtype, self._devices[part], self._backend
+        return Staging(layers, layer_sizes(config, *held))
 
     def _free(self, device: torch.device) -> float:
         budget = self._budgets[device.type]
@@ -87,11 +105,17 @@ class SplitPlanning:
         if max_context is None:
             max_context = min(part.max_context for part in found)
             found = self._parts(cut, method, layers, max_context, own, offload)
-        gpus = any(p.placement and d.type == "cuda" for p, d in zip(found, self._devices))
-        if chunk is None and gpus:
-            larger = self._parts(cut, method, layers, max_context, OFFLOAD_CHUNK, offload)
+        on_gpu = [p for p, device in zip(found, self._devices) if device.type == "cuda"]
+        sizes: tuple[int, ...] = ()
+        if any(part.staging for part in on_gpu):
+            sizes = LARGER
+        elif any(part.placement for part in on_gpu):
+            sizes = (OFFLOAD_CHUNK,)
+        for size in sizes if chunk is None else ():
+            larger = self._parts(cut, method, layers, max_context, size, offload)
             if all(part.fits for part in larger):
                 found = larger
+                break
         return SplitPlan.of(whole(max_context, found[0].chunk), found, cut.starts)
 
     def _parts(
@@ -107,6 +131,7 @@ class SplitPlanning:
         given = zip(cut.spans, cut.layers(layers), self._devices)
         for number, ((first, stop), own, device) in enumerate(given):
             config = part_of(self._config, first, stop)
+            staging = self._staging(config, number, first)
             found.append(
                 plan_at(
                     self._name,
@@ -121,6 +146,7 @@ class SplitPlanning:
                     host_budget=self._budgets["cpu"],
                     offload=offload,
                     weights=self._weights(config, number, first),
+                    staging=staging,
                     shared_by=(self._devices.count(device), len(self._devices)),
                     **self._settings,
                 )

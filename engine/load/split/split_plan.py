@@ -8,6 +8,7 @@ from typing import Any
 from engine.bank.split.placement import SplitPlacement
 from engine.base.errors import OutOfMemoryPlan
 from engine.base.figures import human
+from engine.forward.staged.staging import Staging
 from engine.load.report import Item, Plan
 from engine.plan.free_memory import HEADROOM
 
@@ -44,6 +45,7 @@ class SplitPlan(Plan):
             prompt_link_bytes=sum(part.prompt_link_bytes for part in parts),
             step_link_bytes=sum(part.step_link_bytes for part in parts),
             head_copy=0,
+            staging=_joined(parts, starts),
             parts=parts,
             starts=starts,
         )
@@ -54,6 +56,10 @@ class SplitPlan(Plan):
         return self.parts
 
     @property
+    def fits_device(self) -> bool:
+        return all(part.fits_device for part in self.parts)
+
+    @property
     def fits(self) -> bool:
         return all(part.fits for part in self.parts)
 
@@ -61,7 +67,8 @@ class SplitPlan(Plan):
     def where(self) -> str:
         """One line on what lives where."""
         if self.placement is None:
-            return f"everything on its device{self.unheeded and f'; {self.unheeded}'}"
+            kept = "everything" if self.staging is None else "all of the bank"
+            return f"{kept} on its device{self.unheeded and f'; {self.unheeded}'}"
         found = []
         for part, first in zip(self.parts, self.starts):
             if part.placement is not None:
@@ -79,6 +86,8 @@ class SplitPlan(Plan):
             more = " and the embedding" if number == 0 else ""
             more = " and the head" if number == len(self.parts) - 1 else more
             host = f", {human(part.host_bytes)} in host memory" if part.host_bytes else ""
+            if part.staging is not None:
+                host += f", {human(part.staged_bytes)} of weights in host memory"
             found.append(
                 f"device {number}  {part.device}: layers {first}-{stop - 1}{more}, "
                 f"weights {human(part.bytes_of('weights'))}, "
@@ -97,6 +106,7 @@ class SplitPlan(Plan):
                 "total_bytes": part.total,
                 "free_bytes": part.free,
                 "host_bytes": part.host_bytes,
+                "staged_weight_bytes": part.staged_bytes,
                 "fits": part.fits,
             }
             for number, part in enumerate(self.parts)
@@ -118,14 +128,30 @@ class SplitPlan(Plan):
             if self.largest_context:
                 least = f"{flag}={self.largest_context}"
             kind, need, have = "", part.total, part.free * HEADROOM
+            rest = "weights in host memory (weights_offload='all'), then another device"
             if part.total <= have:
-                kind, need, have = " of host memory", part.host_bytes, part.host_free * HEADROOM
+                kind, need, have = " of host memory", part.host_total, part.host_free * HEADROOM
+                rest = "weights='int4', then another device"
+            elif self.staging is not None:
+                rest = "then another device"
             raise OutOfMemoryPlan(
                 f"device {number} ({part.device}) needs {human(need)}{kind} for layers {first} to "
                 f"{stop - 1} of {self.model} at {self.max_context} tokens, but only {human(have)} "
-                f"may be used there; remedies: fewer layers there (split), {least}, then another "
-                "device"
+                f"may be used there; remedies: fewer layers there (split), {least}, {rest}"
             )
+
+
+def _joined(parts: tuple[Plan, ...], starts: tuple[int, ...]) -> Staging | None:
+    """The layers that stream, by their numbers among all; None for none."""
+    if all(part.staging is None for part in parts):
+        return None
+    layers: list[int] = []
+    sizes: list[int] = []
+    for part, first, stop in zip(parts, starts, starts[1:]):
+        own = part.staging or Staging((), (0,) * (stop - first))
+        layers += [first + layer for layer in own.layers]
+        sizes += own.sizes
+    return Staging(tuple(layers), tuple(sizes))
 
 
 def _sums(parts: tuple[Plan, ...], notes: dict[str, str]) -> tuple[Item, ...]:

@@ -22,8 +22,9 @@ def parted(
     model: Llama, config: ModelConfig, starts: Sequence[int], devices: Sequence[torch.device]
 ) -> Llama:
     """The model with its parts: part i has the layers starts[i] .. starts[i + 1] - 1, which lie on
-    devices[i]. config: of the whole.
+    devices[i]. config: of the whole. Layers that stream in parts of the same cut still do.
     """
+    rings = [part.staged for part in model.parts] or [None] * len(devices)
     parts = tuple(
         replace(
             model,
@@ -32,9 +33,10 @@ def parted(
             layers=model.layers[first:stop],
             per_layer=model.per_layer and model.per_layer.of_part(first, stop),
             altup=model.altup and model.altup.of_part(first, stop),
+            staged=ring,
             parts=(),
         )
-        for (first, stop), device in zip(pairwise(starts), devices, strict=True)
+        for (first, stop), device, ring in zip(pairwise(starts), devices, rings, strict=True)
     )
     return replace(model, config=config, parts=parts)
 

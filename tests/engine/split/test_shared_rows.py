@@ -1,6 +1,6 @@
-"""Models whose later layers read an earlier layer's K and V, with a token's embeddings for each layer
-and, in Gemma 3n, several streams: over devices they are one device's to the bit. Layers that read
-another's rows lie on its device.
+"""Models whose later layers read an earlier layer's K and V, with a token's embeddings for each
+layer and, in Gemma 3n, several streams: over devices they are one device's to the bit. Layers that
+read another's rows lie on its device.
 """
 
 import pytest
