@@ -213,7 +213,6 @@ class Options:
         for name, value, usual in (
             ("device", self.device, "auto"),
             ("imagined_gpu", self.imagined_gpu, None),
-            ("forever", self.forever, False),
         ):
             if value != usual:
                 raise SettingError(

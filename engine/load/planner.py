@@ -163,11 +163,12 @@ class Planner:
         offload: str | None = None,
     ) -> Plan:
         options, on_gpu = self.options, self.device.type == "cuda"
-        if self.devices:
-            return self._split_plan(method, layers, max_context, chunk, offload)
         if options.forever:
             chunk = chunk or default_chunk(self.device.type, self.config)
             max_context = self.stream_rows(method, layers, chunk)
+        if self.devices:
+            found = self._split_plan(method, layers, max_context, chunk, offload)
+            return found.without_end() if options.forever else found
         model = self.name, self.config, method, layers, self.dtype, self.device
         # ranks of one machine: those that hold all weights each, and those that have a GPU each
         ranks = self.config.context.ranks if self.config.context else 1

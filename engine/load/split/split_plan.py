@@ -51,6 +51,14 @@ class SplitPlan(Plan):
         )
         return cls(**{**vars(whole), **own})
 
+    def without_end(self, selected: int = 0) -> SplitPlan:
+        """As Plan's. The token ids are kept once: they count with the first device."""
+        first, *others = self.parts
+        rest = (replace(part, forever=True, selected=selected) for part in others)
+        parts = first.without_end(selected), *rest
+        items = _sums(parts, {name: note for name, _, note in self.items})
+        return replace(self, forever=True, items=items, selected=selected, parts=parts)
+
     @property
     def by_device(self) -> tuple[Plan, ...]:
         return self.parts

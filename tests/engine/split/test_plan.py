@@ -146,7 +146,6 @@ REFUSED = [
     (dict(devices=["cpu"] * 2, split=[1, 2, 3]), r"split: found 3 numbers \(1:2:3\), expected 2"),
     (dict(devices=["cpu"] * 2, split=[0, 2]), "split: found 0"),
     (dict(split=[1, 2]), "split: found without devices"),
-    (dict(devices=["cpu"] * 2, forever=True), "forever: found True beside devices"),
     (dict(devices=["cpu"] * 2, imagined_gpu=1 << 30), "imagined_gpu: found 1073741824 beside"),
 ]
 
@@ -154,7 +153,7 @@ REFUSED = [
 @pytest.mark.parametrize("settings, message", REFUSED, ids=range(len(REFUSED)))
 def test_bad_input_is_one_line(folder, settings, message):
     with pytest.raises(SettingError, match=message) as raised:
-        LLM(folder, load=False, method=None if settings.get("forever") else Full(), **settings)
+        LLM(folder, load=False, method=Full(), **settings)
     assert "\n" not in str(raised.value)
 
 
