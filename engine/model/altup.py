@@ -63,9 +63,16 @@ class AltUp:
         the first, and with what joins them where they are the last.
         """
         last = stop == len(self.routers)
-        ends = self.spreads if first == 0 else [], self.folds if last else []
-        each = self.routers, self.norms, self.predictors, self.correctors, self.scales
-        return AltUp(*ends, *(held[first:stop] for held in each), self.eps)
+        return AltUp(
+            self.spreads if first == 0 else [],
+            self.folds if last else [],
+            self.routers[first:stop],
+            self.norms[first:stop],
+            self.predictors[first:stop],
+            self.correctors[first:stop],
+            self.scales[first:stop],
+            self.eps,
+        )
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """Make the streams [B, S, A, hidden] of embeddings x [B, S, hidden], all as large."""

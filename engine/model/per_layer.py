@@ -74,8 +74,9 @@ class PerLayer:
 
     def of_part(self, first: int, stop: int) -> PerLayer:
         """Return those of the layers first .. stop-1; the first ones have the table of all."""
-        held = (each[first:stop] for each in (self.gates, self.outs, self.norms))
-        return PerLayer(None if first else self.made, *held, self.eps)
+        gates, outs = self.gates[first:stop], self.outs[first:stop]
+        made = None if first else self.made
+        return PerLayer(made, gates, outs, self.norms[first:stop], self.eps)
 
     def gated(self, number: int, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """Return what the output x [B, S, hidden] of a layer lets through of its inputs [B, S, P],
