@@ -60,6 +60,7 @@ SOURCES = (
     "rebuilt.cpp",
     "recurrent.cpp",
     "recurrent_prompt.cpp",
+    "rounded.cpp",
     "rows.cpp",
     "shares.cpp",
     "sketch.cpp",

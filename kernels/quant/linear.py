@@ -40,6 +40,7 @@ from kernels.quant.product import multiply_words
 from kernels.quant.torch_forms.int4_tiles import Tiles, tile_rows, works
 from kernels.quant.torch_forms.int8_digits import TwoDigits, digit_bytes, fbgemm_probe, vnni_probe
 from kernels.quant.torch_forms.outliers import SparseRows
+from kernels.quant.torch_forms.rounded_rows import ROWS, rounded_rows
 from kernels.quant.words import Words, held_as_words, row_words
 
 FORMS = ("words", "native", "pair", "digits", "vnni", "int8pack", "int4pack", "blocks")
@@ -154,13 +155,17 @@ def speed_note(kind: str, form: str) -> str:
 
 
 def pack_quantised(
-    weight: Quantised, bias: torch.Tensor | None, dtype: torch.dtype, form: str = "auto"
+    weight: Quantised,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    form: str = "auto",
+    rounds: bool = False,
 ) -> QuantisedLinear:
     """Hold a weight of few bits [O, I] and a bias [O] or None as a callable.
 
     dtype: of activations. form: "auto" for what `choose_quantised_form` says, one of FORMS,
     or "plain", which dequantises in blocks everywhere. A weight that words do not hold is held in
-    blocks.
+    blocks. rounds: many rows are rounded to 8 bits before it multiplies them, on a CPU.
     """
     if form == "auto":
         plain = weight.table is None
@@ -173,7 +178,7 @@ def pack_quantised(
     plain = weight.table is None and weight.outliers is None
     if form == "words" and not held_as_words(weight.kind, weight.group, weight.shape[1], plain):
         form = "blocks"
-    return QuantisedLinear(weight, bias, dtype, "blocks" if form == "plain" else form)
+    return QuantisedLinear(weight, bias, dtype, "blocks" if form == "plain" else form, rounds)
 
 
 class QuantisedLinear:
@@ -183,13 +188,19 @@ class QuantisedLinear:
     `.form` is one of FORMS, `.shape` is (O, I), `.dtype` that of activations, `.nbytes` counts the
     weight and its bias. `.panels` is what the form "native" holds and `.words` what "words" does,
     else None; words with `.dequantises` and panels without `.native`, the C++ kernels, multiply in
-    blocks all the same. Raises ValueError where the form cannot hold the weight.
+    blocks all the same. rounds: rounded_rows.ROWS rows and more are rounded to 8 bits first, in any
+    form but "words". Raises ValueError where the form cannot hold the weight.
     """
 
     def __init__(
-        self, weight: Quantised, bias: torch.Tensor | None, dtype: torch.dtype, form: str
+        self,
+        weight: Quantised,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        form: str,
+        rounds: bool = False,
     ) -> None:
-        self.form, self.bias, self.dtype = form, bias, dtype
+        self.form, self.bias, self.dtype, self.rounds = form, bias, dtype, rounds
         self.kind, self.group = weight.kind, weight.group
         self.shape: tuple[int, ...] = weight.shape
         self.permutation = weight.permutation
@@ -213,7 +224,7 @@ class QuantisedLinear:
             self.words = Words.of(weight)
             self.nbytes = self.words.nbytes
         elif form == "native":
-            self.panels = Panels.of(weight)
+            self.panels = Panels.of(weight, rounds)
         elif weight.places is not None and weight.outliers is not None:
             self.sparse = SparseRows(weight.places, weight.outliers, weight.shape[1])
         if form in DIGITS:
@@ -258,7 +269,8 @@ class QuantisedLinear:
             if flat.shape[0] <= MOST_ROWS or flat.dtype != torch.float32:
                 out = multiply_words(flat, self.words, self.bias)
                 return out.view(*x.shape[:-1], self.shape[0])
-        if flat.shape[0] > self.few or self.words is not None or self.panels is not None:
+        held = self.words is not None or self.panels is not None
+        if flat.shape[0] > self.few or held or self._rounds(flat):
             return self._blocks(flat).view(*x.shape[:-1], self.shape[0])
         if self.form in DIGITS:
             wide = flat.float()
@@ -301,13 +313,18 @@ class QuantisedLinear:
         machine multiplies.
         """
         dtype = flat.dtype if flat.device.type != "cpu" or multiplies(flat.dtype) else torch.float32
+        dtype = torch.float32 if self._rounds(flat) else dtype
         size = BLOCK if flat.device.type == "cpu" else 64 * BLOCK
         weight, out = self._readable(), flat.new_empty(flat.shape[0], self.shape[0])
-        wide = flat.to(dtype)
+        wide = rounded_rows(flat) if self._rounds(flat) else flat.to(dtype)
         for part in blocks(self.shape, size):
             bias = None if self.bias is None else self.bias[part].to(dtype)
             out[:, part] = F.linear(wide, weight(part, dtype), bias)
         return out
+
+    def _rounds(self, flat: torch.Tensor) -> bool:
+        """Whether these rows are rounded to 8 bits."""
+        return self.rounds and len(flat) >= ROWS
 
     def _readable(self) -> Callable[..., torch.Tensor]:
         """A function (rows, dtype) -> dequantised rows, whatever form holds the weight."""

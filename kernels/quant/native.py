@@ -2,15 +2,17 @@
 widened in registers, many rows meet pieces of the weight that are widened in a core's cache.
 
 Activations are never rounded, but where many rows of 16-bit floats multiply as whole numbers of 16
-bits (integers.cpp): 256 columns of a row under one scale. 8 bits would cost 3.6 times the weights'
-own divergence (docs/QUANTISATION.md). Sums of folds are whole there, all others float32.
+bits (integers.cpp): 256 columns of a row under one scale. 8 bits cost 3.6 times the weights' own
+divergence (docs/QUANTISATION.md), so only who asks for them gets them (`Panels.rounds`,
+rounded.cpp). Sums of folds are whole there, all others float32.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,8 @@ from kernels.native.amx import TileBinding
 from kernels.native.kinds import FLOATS
 from kernels.native.library import Binding, Case, check, loaded
 from kernels.native.pages import zeros
-from kernels.quant.matrix import Quantised
+from kernels.quant.matrix import Quantised, blocks
+from kernels.quant.torch_forms.rounded_rows import GROUP, ROWS, rounded_rows
 
 LANES = 16  # outputs of a panel
 PARTS = {"int8": 4, "int4": 8}  # columns of a 32-bit word
@@ -53,6 +56,8 @@ class _Product(ctypes.Structure):
 
 _BINDING = Binding("products with weights of few bits", omnikv_sizeof_few_bits=_Product)
 _TILED = TileBinding("products with few bits in tiles", omnikv_sizeof_few_bits=_Product)
+_ROUNDED = Binding("products of rows in 8 bits", omnikv_sizeof_few_bits=_Product)
+KNOWN = 3  # numbers that a row has for each fold there
 
 
 def usable() -> bool:
@@ -86,6 +91,7 @@ class Panels:
     values: int32 [panels, words, LANES], a word of PARTS columns, the first in its lowest bits,
     int4 less 8. scales, offsets: [panels, groups, LANES] of one dtype, float32 for int8 rows and 16
     bits else, or no offsets. Rows are filled up to whole panels. group: columns under one scale.
+    rounds: ROWS rows and more that it multiplies are rounded to 8 bits first.
     """
 
     kind: str
@@ -94,9 +100,10 @@ class Panels:
     values: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None
+    rounds: bool = False
 
     @classmethod
-    def of(cls, weight: Quantised) -> Panels:
+    def of(cls, weight: Quantised, rounds: bool = False) -> Panels:
         """Lay a matrix [O, I] out, its permutation aside. Scales of int8 rows are float32, all
         others 16 bits: where they are not, float16 if that can, else bfloat16. Raises ValueError
         unless `held_as_panels`.
@@ -119,7 +126,7 @@ class Panels:
         scales = _paneled((_spoken(weight) if weight.kind == "int4" else weight.scales).to(kept))
         offsets = None if weight.offsets is None else _paneled(weight.offsets.to(kept))
         group = min(weight.group, columns)
-        return cls(weight.kind, weight.shape, group, values, scales, offsets)
+        return cls(weight.kind, weight.shape, group, values, scales, offsets, rounds)
 
     @property
     def nbytes(self) -> int:
@@ -164,7 +171,6 @@ def product(
     of 16 bits in tiles of AMX; None: where they run. Returns [..., O or O / 2], new. Results do not
     depend on the number of threads. Raises MemoryError where tiles of x find no room.
     """
-    library = loaded()
     outputs, inputs = weight.shape
     rows = x.numel() // inputs
     if gated and rows > MOST_ROWS:
@@ -172,18 +178,45 @@ def product(
         y = F.silu(gate).mul_(up)
         y = y if residual is None else y.add_(residual)
         return y.to(out_dtype or x.dtype)
+    how = _how(x.dtype, weight, rows, tiled)
+    if how == "torch":
+        return _rounded(x, weight, bias, residual, out_dtype)
+    return _run(how, x, weight, bias, residual, gated, out_dtype)
+
+
+def _how(dtype: torch.dtype, weight: Panels, rows: int, tiled: bool | None) -> str:
+    """What multiplies `rows` rows of a dtype: "few" or "many" by floats, "integers" or "tiles" in
+    16 bits, "rounded" in 8, or "torch" where that is not right here.
+    """
+    if weight.rounds and rows >= ROWS:
+        return "rounded" if _ROUNDED.usable() else "torch"
+    fold = _fold(weight.group, weight.shape[1], PARTS[weight.kind])
+    if rows < INTEGER_ROWS or dtype == torch.float32 or fold not in INTEGER_FOLDS:
+        return "many" if rows > MOST_ROWS else "few"
+    if _TILED.usable() if tiled is None else tiled:
+        return "tiles"
+    return "integers" if prefers_integers(loaded()) else "many"
+
+
+def _run(
+    how: str,
+    x: torch.Tensor,
+    weight: Panels,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+    common: bool = False,
+) -> torch.Tensor:
+    """`product` by one of the words of `_how`. common: of rows in 8 bits, without instructions that
+    only some CPUs of an instruction set have.
+    """
+    library, (outputs, inputs) = loaded(), weight.shape
+    rows, words, parts = x.numel() // inputs, weight.values.shape[1], PARTS[weight.kind]
+    rounds = how == "rounded"
+    fold = _rounded_fold(weight) if rounds else _fold(weight.group, inputs, parts)
     out = torch.empty(*x.shape[:-1], outputs // 2 if gated else outputs, dtype=out_dtype or x.dtype)
-    words, parts = weight.values.shape[1], PARTS[weight.kind]
-    fold = _fold(weight.group, inputs, parts)
-    whole = rows >= INTEGER_ROWS and x.dtype != torch.float32 and fold in INTEGER_FOLDS
-    tiled = whole and (_TILED.usable() if tiled is None else tiled)
-    if tiled:
-        scratch = torch.empty(0)
-    elif rows <= MOST_ROWS:
-        padded = -(-words * parts // LANES) * LANES
-        scratch = torch.empty(rows, padded + -(-padded // fold) + len(weight.values) * LANES)
-    else:
-        scratch = torch.empty(-(-rows // TILE) * TILE * words * parts)
+    scratch = torch.empty(_room(how, weight, rows, fold))
     call = _Product(
         x.data_ptr(), weight.values.data_ptr(), weight.scales.data_ptr(), _at(weight.offsets),
         _at(bias), _at(residual), out.data_ptr(), scratch.data_ptr(),
@@ -191,13 +224,50 @@ def product(
         FLOATS[x.dtype], FLOATS[weight.scales.dtype], 0 if bias is None else FLOATS[bias.dtype],
         FLOATS[out.dtype], gated, torch.get_num_threads(),
     )  # fmt: skip
-    if tiled:
+    if how == "tiles":
         check(library.omnikv_tiled_integers(ctypes.byref(call)), "a product in tiles")
-    elif whole and prefers_integers(library):
+    elif rounds:
+        library.omnikv_rounded(ctypes.byref(call), common)
+    elif how == "integers":
         library.omnikv_integers(ctypes.byref(call))
     else:
-        library.omnikv_few_bits(ctypes.byref(call), rows > MOST_ROWS)
+        library.omnikv_few_bits(ctypes.byref(call), how == "many")
     return out
+
+
+def _room(how: str, weight: Panels, rows: int, fold: int) -> int:
+    """Count the 32-bit numbers that a product of `rows` rows keeps of them."""
+    columns, tiles = weight.values.shape[1] * PARTS[weight.kind], -(-rows // TILE)
+    if how == "tiles":
+        return 0
+    if how == "rounded":
+        return tiles * TILE * -(-columns // fold) * (fold // 4 + KNOWN)
+    if how == "few":
+        padded = -(-columns // LANES) * LANES
+        return rows * (padded + -(-padded // fold) + len(weight.values) * LANES)
+    return tiles * TILE * columns
+
+
+def _rounded_fold(weight: Panels) -> int:
+    """Columns that have one step of rows in 8 bits and one scale of the weight."""
+    return GROUP if weight.group >= weight.shape[1] else math.gcd(GROUP, weight.group)
+
+
+def _rounded(
+    x: torch.Tensor,
+    weight: Panels,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """`product` of rows in 8 bits by torch's operators, where the C++ kernel is not right here."""
+    flat = rounded_rows(x.reshape(-1, weight.shape[1]))
+    y = flat.new_empty(len(flat), weight.shape[0])
+    for part in blocks(weight.shape):
+        y[:, part] = flat @ weight.rows(part, torch.float32).t()
+    y = (y if bias is None else y + bias).to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+    y = y if residual is None else y + residual
+    return y.to(out_dtype or x.dtype)
 
 
 def prefers_integers(library: ctypes.CDLL) -> bool:
@@ -214,7 +284,8 @@ def multiply_panels(
     if not torch.compiler.is_compiling():
         return product(x, weight, bias)
     held = weight.values, weight.scales, weight.offsets
-    return multiply_panels_op(x, *held, bias, weight.kind, weight.group, *weight.shape)
+    own = weight.kind, weight.group, *weight.shape, weight.rounds
+    return multiply_panels_op(x, *held, bias, *own)
 
 
 @torch.library.custom_op("omnikv::multiply_panels", mutates_args=())
@@ -228,9 +299,11 @@ def multiply_panels_op(
     group: int,
     outputs: int,
     inputs: int,
+    rounds: bool,
 ) -> torch.Tensor:
     """`multiply_panels` of x [R, I] in plain tensors: [R, O]. outputs, inputs: O, I."""
-    return product(x, Panels(kind, (outputs, inputs), group, values, scales, offsets), bias)
+    held = values, scales, offsets
+    return product(x, Panels(kind, (outputs, inputs), group, *held, rounds), bias)
 
 
 @multiply_panels_op.register_fake
@@ -244,6 +317,7 @@ def _(
     group: int,
     outputs: int,
     inputs: int,
+    rounds: bool,
 ) -> torch.Tensor:
     return x.new_empty(x.shape[0], outputs)
 
@@ -305,6 +379,28 @@ def _vectors() -> Iterator[Case]:
 @_TILED.self_test
 def _tiles() -> Iterator[Case]:
     return _products(((torch.bfloat16, 40), (torch.float16, 33)), True)
+
+
+@_ROUNDED.self_test
+def _rows_in_bytes() -> Iterator[Case]:
+    """Rows and columns that no tile divides, where bytes reach their ends; groups, and none."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(37, 72, generator=generator)
+    x[::2, ::5] = 3.0
+    x[5], x[6] = 0, 1e-34
+    for kind, group, offset in (("int8", 72, 0), ("int8", 8, 1), ("int4", 24, 1), ("int4", 72, 0)):
+        values = torch.randint(-128, 128, (21, 72), generator=generator).to(torch.int8)
+        values[:3, ::2] = -128
+        values = values if kind == "int8" else values[:, :36].contiguous().view(torch.uint8)
+        scales, offsets = (
+            torch.rand(21, 72 // group, generator=generator).half().float() + 0.5 for _ in "so"
+        )
+        held = scales, group, offsets if offset else None
+        panels = Panels.of(Quantised(kind, values, *held), rounds=True)
+        whole = panels.rows(slice(None), torch.float32).double()
+        found = _run("rounded", x, panels)
+        expected = rounded_rows(x).double() @ whole.t()
+        yield f"a product of rows in 8 bits with {kind} in groups of {group}", found, expected, x.dtype
 
 
 def _products(some: Sequence[tuple[torch.dtype, int]], tiled: bool) -> Iterator[Case]:
