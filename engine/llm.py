@@ -133,7 +133,7 @@ class LLM:
         kept = {name: getattr(other, name) for name in ("method", "max_context", "chunk")}
         if settings.get("forever") or other.options.forever:
             kept["max_context"] = None  # of a stream it follows from the method
-        for name in ("device", "devices", "split"):
+        for name in ("device", "devices", "split", "activations"):
             if name in settings and settings.get(name) != getattr(other.options, name):
                 raise SettingError(f"{name}: found in sharing(), whose weights lie where they are")
         theirs = other.planner

@@ -50,8 +50,10 @@ def forms_of(planner: Planner) -> str:
     """Name what weights and K/V are held in: weights int8, bank bfloat16."""
     dtype, held = str(planner.dtype).removeprefix("torch."), planner.few_bits
     weights, bank = planner.options.weights, planner.config.bank
+    rows = planner.options.activations
     if weights in ("auto", "float"):
         weights = f"{held.kind} as stored" if held else dtype
+    weights = weights if rows == "auto" else f"{weights}, activations {rows}"
     return f"weights {weights}, bank {dtype if bank == 'model' else bank}"
 
 

@@ -58,6 +58,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         "split": args.split,
         "dtype": args.dtype,
         "weights": args.weights,
+        "activations": args.activations,
         "weights_offload": args.weights_offload,
         "bank": args.bank,
         "savepoints": SAVEPOINTS if args.savepoints is None else args.savepoints,
@@ -159,7 +160,8 @@ def flag_named(message: str, given: Collection[str] = ()) -> str:
         *METHOD_FLAGS,
         *FLAG_OF,
         *("draft", "threads", "chunk", "device", "devices", "split", "dtype", "offload", "compile"),
-        *("gpus", "weights", "bank", "rope", "beyond", "forever", "savepoints", "weights_offload"),
+        *("gpus", "weights", "activations", "bank", "rope", "beyond", "forever", "savepoints"),
+        "weights_offload",
     }
     if not colon or field not in known:
         return message

@@ -23,6 +23,7 @@ from engine.base.lock import Request, RequestLock
 from engine.forward.graphs import compiled_pieces
 from engine.forward.self_test import StepForms, matrices
 from engine.forward.staged.ring import left_on_host, staged, staged_parts
+from engine.load.options import Options
 from engine.load.planner import Planner
 from engine.model.config.config import ModelConfig
 from engine.model.llama import Llama, assemble, post_attention, pre_attention
@@ -47,7 +48,7 @@ class Loaded:
     few_bits: their bytes where that is of few bits; weights_digest: of the weights as they were
     read. host_tier: the host memory of its sessions. lock: one request at a time. learnt: what
     methods have found in a sample that the model read, by name (engine/runner/sample/text.py).
-    cut: where its layers lie, if on several devices.
+    cut: where its layers lie, if on several devices. activations: as of Options.
     across, over_heads, peers, lead: of a model that several processes hold (engine/ranks/): what
     chooses by the heads of all, what gives a number [H] of every query head for those of own heads,
     the group of all ranks, and on rank 0 what has the others make each call; None: of one process.
@@ -73,6 +74,7 @@ class Loaded:
     peers: Any = None
     lead: Any = None
     cut: Cut | None = None
+    activations: str = "auto"
 
     @classmethod
     def of(
@@ -106,6 +108,7 @@ class Loaded:
             stream,
             form,
             words,
+            rounds=options.activations == "int8",
             head_twice=twice,
             stacked=stacked,
             keep=keep,
@@ -130,13 +133,14 @@ class Loaded:
             halves=StepForms(model, rotary, pieces, options.step),
             graphs=captured and pinned and all(one.type == "cuda" for one in planner.places),
             tokenizer=tokenizer,
-            held=_held(options.weights, model),
+            held=_held(options, model),
             few_bits=planner.few_bits,
             weights_digest=digest.hexdigest,
             weights_forms=digest.forms,
             host_tier=host_tier,
             lock=lock,
             cut=cut,
+            activations=options.activations,
         )
 
     def planned_as(self, planner: Planner, lock: RequestLock) -> Loaded:
@@ -296,10 +300,14 @@ def _bytes(weight: Any) -> int:
     return sum(map(_bytes, weight)) if isinstance(weight, (list, tuple)) else 0
 
 
-def _held(word: str, model: Llama) -> str:
-    """`word` with the forms of products that multiply weights of few bits here, and what runs in
-    tiles of AMX: they round differently, so rows of one mean nothing to another.
+def _held(options: Options, model: Llama) -> str:
+    """The word for the weights with the forms of products that multiply few bits here, whether a
+    prompt's rows are rounded, and what runs in tiles of AMX: they round differently, so rows of one
+    mean nothing to another.
     """
     forms = sorted({matrix.form for matrix in matrices(model)})
+    word = options.weights
+    if options.activations != "auto":
+        word = f"{word}, activations {options.activations}"
     word = f"{word}, {' and '.join(forms)}" if forms else word
     return ", ".join((word, *in_use()))

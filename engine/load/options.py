@@ -36,6 +36,7 @@ STREAMED = ("auto", "off", "all")  # or how many layers
 STEPS = ("auto", "fused", "plain")
 WEIGHTS = ("auto", "int8", "int4", "int4:64", "int4:128", "float")
 FP8_SINCE = 8, 9  # the compute capability of the first GPUs that convert 8-bit floats
+ACTIVATIONS = ("auto", "int8")
 BANKS = ("auto", "model", "int8", "int4", "fp8")
 
 
@@ -76,6 +77,7 @@ class PlanSettings(TypedDict, total=False):
     backend: str
     step: str
     weights: str
+    activations: str
     weights_offload: int | str
     bank: str
     savepoints: int
@@ -120,6 +122,9 @@ class Options:
     if a self-test on the device agrees with plain. weights: "auto" (as stored), "int8" or "int4" to
     round float weights as they are read (int4 has a scale for every 32 columns, "int4:64" and
     "int4:128" for as many as they say), "float" to dequantise what is stored in few bits.
+    activations: "int8" rounds what a prompt multiplies by weights of few bits, on a CPU, to 8 bits
+    for every 32 columns: faster, and coarser than such weights alone (docs/QUANTISATION.md); "auto"
+    never does.
     weights_offload: layers whose matrices lie in host memory and stream to the device in every
     pass: "auto" (on a GPU as many as a model needs that would not fit otherwise), "off", "all" or a
     number (docs/OFFLOAD.md). bank:
@@ -153,6 +158,7 @@ class Options:
     backend: str = "auto"
     step: str = "auto"
     weights: str = "auto"
+    activations: str = "auto"
     weights_offload: int | str = "auto"
     bank: str = "auto"
     savepoints: int = SAVEPOINTS
@@ -175,6 +181,7 @@ class Options:
         one_of("offload", self.offload, OFFLOADS)
         one_of("step", self.step, STEPS)
         one_of("weights", self.weights, WEIGHTS)
+        one_of("activations", self.activations, ACTIVATIONS)
         if isinstance(self.weights_offload, str):
             one_of("weights_offload", self.weights_offload, STREAMED)
         else:

@@ -86,6 +86,8 @@ class Planner:
         self.rounding = rounding(files, options, config, self.dtype, self.device)
         require_native(options.backend, self.device)
         self.few_bits = self.rounding.bytes(config, self.dtype, self.device, options.backend)
+        if options.activations != "auto":
+            self._round_activations()
         self.hint = ""
         self.cut = cut  # where the layers lie, if on several devices
         if self.devices:
@@ -100,6 +102,24 @@ class Planner:
         self._plan = self._make_plan(self.method, layers, options.max_context, options.chunk)
         self._stream_what_does_not_fit(layers)
         self.config = self.config.at_context(self._plan.max_context)
+
+    def _round_activations(self) -> None:
+        """Say in the plan that a prompt's rows are rounded. Raises SettingError where nothing would
+        round them.
+        """
+        word, held = self.options.activations, self.few_bits
+        for device in self.devices or (self.device,):
+            if device.type != "cpu" or choose_for(self.options.backend, device) == "triton":
+                raise SettingError(
+                    f"activations: found {word!r} on {device}, expected 'auto': only a CPU's "
+                    "products with weights of few bits round them"
+                )
+        if held is None:
+            raise SettingError(
+                f"activations: found {word!r} beside weights in floats, expected 'auto', or "
+                "weights='int8' or 'int4'"
+            )
+        self.few_bits = held._replace(note=f"{held.note}; a prompt's activations in {word}")
 
     def asked(
         self, host_tier: HostTier | None = None, cut: Cut | None = None, **settings: Any

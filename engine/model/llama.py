@@ -573,6 +573,7 @@ def assemble(
     stream: Iterable[tuple[str, torch.Tensor | Quantised]],
     form: str = "auto",
     few_bits: str = "auto",
+    rounds: bool = False,
     head_twice: bool = False,
     stacked: bool = False,
     keep: Callable[[str, Held], Held] | None = None,
@@ -582,8 +583,9 @@ def assemble(
 
     Each matrix is packed as soon as it and its bias have arrived, so that only one copy of it
     lives. A tied lm_head may come in few bits, before an embedding in few bits. form, few_bits: how
-    floats and few bits are held, as pack_linear and pack_quantised say. head_twice: hold a tied
-    lm_head beside the embedding, in the form that is fastest. stacked: hold a layer's experts in
+    floats and few bits are held, as pack_linear and pack_quantised say. rounds: so too, of the
+    matrices of layers. head_twice: hold a tied lm_head beside the embedding, in the form that is
+    fastest. stacked: hold a layer's experts in
     one tensor, from which the device chooses. keep: makes of each matrix of a layer, by its
     target's name, what is kept of it. head_on: where a tied lm_head has its own memory.
     """
@@ -617,7 +619,7 @@ def assemble(
         del tensor
         if len(parts) == 1 + _has_bias(config, base):
             del waiting[base]
-            packed[base] = _packed(base, parts, dtype, form, few_bits, stacks)
+            packed[base] = _packed(base, parts, dtype, form, few_bits, rounds, stacks)
             if keep is not None and kind in PACKED:
                 packed[base] = keep(base, packed[base])
     embed = packed.get("embed", plain.get("embed"))
@@ -635,6 +637,7 @@ def _packed(
     dtype: torch.dtype,
     form: str,
     few_bits: str,
+    rounds: bool,
     stacks: Stacks | None,
 ) -> Held:
     """The matrix of a target, of its weight and its bias, which leave `parts`."""
@@ -643,7 +646,7 @@ def _packed(
     if stacks is not None and ".experts." in name:
         return stacks.take(name, weight, bias, form, few_bits)
     if isinstance(weight, Quantised):
-        return pack_quantised(weight, bias, dtype, few_bits)
+        return pack_quantised(weight, bias, dtype, few_bits, rounds)
     return pack_linear(weight, bias, form=form)
 
 

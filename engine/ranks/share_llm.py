@@ -28,7 +28,7 @@ from engine.ranks.group import Ranks
 from engine.ranks.joined import joined
 from engine.ranks.merge import Merge
 from engine.ranks.methods import require_dealt, require_method
-from engine.ranks.weights.few_bits import require_whole_groups
+from engine.ranks.weights.few_bits import require_whole_groups, require_whole_steps
 from engine.session.session import Session
 from engine.text.tokenizer import Tokenizer
 
@@ -115,6 +115,8 @@ class ShareLLM(LLM):
         if self.split_by == "heads":
             given = self.planner.rounding, options.weights, count
             require_whole_groups(self.config, *given)
+            if options.activations == "int8":
+                require_whole_steps(self.config, count)
         self._require(self.method)
 
     def hold(self, ranks: Ranks) -> None:

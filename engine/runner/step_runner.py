@@ -134,6 +134,7 @@ class StepRunner:
             backend=self.backend,
             sinks=model.sinks,
         )
+        setup = replace(setup, activations=loaded.activations)
         read = partial(sampled, loaded, self.backend)
         setup = replace(setup, sample=read, across=loaded.across, over_heads=loaded.over_heads)
         if config.context is not None:

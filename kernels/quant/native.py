@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -400,7 +400,8 @@ def _rows_in_bytes() -> Iterator[Case]:
         whole = panels.rows(slice(None), torch.float32).double()
         found = _run("rounded", x, panels)
         expected = rounded_rows(x).double() @ whole.t()
-        yield f"a product of rows in 8 bits with {kind} in groups of {group}", found, expected, x.dtype
+        name = f"a product of rows in 8 bits with {kind} in groups of {group}"
+        yield name, found, expected, x.dtype
 
 
 def _products(some: Sequence[tuple[torch.dtype, int]], tiled: bool) -> Iterator[Case]:

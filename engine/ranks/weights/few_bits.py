@@ -10,6 +10,7 @@ from engine.model.low_bits import AsStored, Held, OnTheWay, Rounding
 from engine.model.share.cut import cut_columns
 from engine.model.share.divide import whole_of
 from engine.model.tensors import targets
+from kernels.quant.torch_forms.rounded_rows import GROUP
 from weights.quantised.stored import Form
 
 
@@ -48,6 +49,21 @@ def require_whole_groups(config: ModelConfig, rounding: Rounding, word: str, ran
                 f"weights: found {word!r} with {ranks} ranks, but {target.name} has a scale for "
                 f"{size}, which a cut at columns {left} to {right} divides; use float weights with "
                 "weights='auto'"
+            )
+
+
+def require_whole_steps(config: ModelConfig, ranks: int) -> None:
+    """Raise SettingError where a rank's columns are no whole groups of those that one process
+    rounds together, so that its activations in 8 bits would be others. config: of a rank.
+    """
+    for target in targets(config):
+        for left, right, columns in cut_columns(target):
+            if left % GROUP == 0 and (right % GROUP == 0 or right == columns):
+                continue
+            raise SettingError(
+                f"activations: found 'int8' with {ranks} ranks, but {target.name} is cut at columns "
+                f"{left} to {right}, which divides {GROUP} that are rounded together; expected "
+                "'auto'"
             )
 
 

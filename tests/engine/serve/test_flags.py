@@ -37,6 +37,7 @@ ASKED = [
     ("--devices cpu,cpu --split 1:3", {"split": (1, 3)}),
     ("--dtype float32", {"dtype": "float32"}),
     ("--weights int4", {"weights": "int4"}),
+    ("--weights int8 --activations int8", {"activations": "int8"}),
     ("--weights-offload 3", {"weights_offload": 3}),
     ("--bank int8", {"bank": "int8"}),
     ("--threads 2", {"threads": 2}),
@@ -72,7 +73,7 @@ def flags_of(parser, titles=None):
 
 def test_every_flag_that_says_what_runs_is_in_both_programs_and_in_this_table():
     shared = flags_of(chat_flags.parser(), SHARED)
-    assert len(shared) == 35 and not shared - flags_of(serve.parser())
+    assert len(shared) == 36 and not shared - flags_of(serve.parser())
     tried = {word for flags, _ in ASKED for word in flags.split() if word.startswith("--")}
     assert shared - tried == {"--calibrate"}  # refused: see below
     helps = [
