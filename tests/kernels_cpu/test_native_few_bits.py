@@ -214,7 +214,7 @@ def test_what_panels_do_not_hold_is_refused():
 
 def test_a_compiler_of_graphs_sees_one_operator():
     panels = Panels.of(drawn("int4", 48, 64, 32, True, torch.bfloat16, 6))
-    held = panels.values, panels.scales, panels.offsets, None, "int4", 32, 48, 64
+    held = panels.values, panels.scales, panels.offsets, None, "int4", 32, 48, 64, False
     x = torch.randn(3, 64)
     torch.library.opcheck(
         native.multiply_panels_op,

@@ -9,7 +9,7 @@ from tools.convert.weight_quality import Tally, table
 
 
 def test_a_tally_is_the_textbooks_divergence_and_agreement():
-    row = Tally("int8", "float32", 10**6, "")
+    row = Tally("int8", "auto", "float32", 10**6, "")
     p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
     row.add(p.log() + 3, q.log() - 1, 0)  # logits, not normalised
     row.add(p.log(), p.log(), 1)

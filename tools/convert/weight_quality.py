@@ -1,7 +1,8 @@
 """What weights in few bits cost, token by token.
 
 Real texts are read by the model in float32 and by the same model with `weights=` int8 and int4, all
-step by step over the same tokens, so that what is measured is what a decode step runs. The table
+step by step over the same tokens, so that what is measured is what a decode step runs; with
+--prompts, or activations in int8, which no step has, as prompts. The table
 has, for every form: the mean and the 99th percentile of the KL divergence from the float32
 distribution (nats per token), the share of tokens whose likeliest next token is the same, and the
 difference of perplexity.
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from engine import LLM, Full
+from engine.load.options import ACTIVATIONS
 from tools.common import page
 from tools.common.arguments import command, require_least
 from tools.common.documents import KINDS, REAL, texts
@@ -33,6 +35,7 @@ from tools.common.program import (
     say,
 )
 
+PLAIN = "auto", "int8"  # weights in floats meet no rounded rows
 WORDS = ("auto", "int8", "int4", "int4:64", "int4:128")
 
 
@@ -41,6 +44,7 @@ class Tally:
     """What one form of the weights did over the tokens."""
 
     weights: str
+    activations: str
     dtype: str
     bytes: int
     note: str
@@ -62,6 +66,7 @@ class Tally:
         count, ordered = len(self.divergences), sorted(self.divergences)
         return {
             "weights": self.weights,
+            "activations": self.activations,
             "dtype": self.dtype,
             "bytes": self.bytes,
             "note": self.note,
@@ -75,24 +80,34 @@ class Tally:
 
 
 def measure(
-    model: str, words: Sequence[str], dtype: str, tokens: int, kinds: Sequence[str], length: int
+    model: str,
+    forms: Sequence[tuple[str, str]],
+    dtype: str,
+    tokens: int,
+    kinds: Sequence[str],
+    length: int,
+    prompts: bool = False,
 ) -> list[dict[str, Any]]:
-    """Rows of Tally.to_dict, one for each of `words`, over `tokens` tokens of texts of `length`.
+    """Rows of Tally.to_dict, one for each of `forms`, (weights, activations), over `tokens` tokens
+    of texts of `length`, which are read step by step, or as prompts.
 
     Raises EngineError where the model or a form of its weights does.
     """
     settings: dict[str, Any] = dict(device="cpu", max_context=length, method=Full())
     reference = LLM(model, dtype="float32", **settings)
-    others = [LLM(model, dtype=dtype, weights=word, **settings) for word in words]
+    others = [
+        LLM(model, dtype=dtype, weights=word, activations=said, **settings) for word, said in forms
+    ]
     rows = []
-    for word, llm in zip(words, others):
+    for (word, said), llm in zip(forms, others):
         note = next(note for name, _, note in llm.plan().items if name == "weights")
         assert llm.model is not None
-        rows.append(Tally(word, dtype, llm.model.nbytes, note))
+        rows.append(Tally(word, said, dtype, llm.model.nbytes, note))
     assert reference.tokenizer is not None
+    follow = _follow_prompts if prompts else _follow
     count, left = -(-tokens // (length - 1)), tokens
     for text in texts(reference.tokenizer, "held-out", length, count, kinds):
-        left -= _follow(reference, others, rows, list(text.ids[: left + 1]))
+        left -= follow(reference, others, rows, list(text.ids[: left + 1]))
         progress(f"{tokens - left} of {tokens} tokens")
     say("")
     return [row.to_dict() for row in rows]
@@ -113,6 +128,25 @@ def _follow(reference: LLM, others: Sequence[LLM], rows: Sequence[Tally], tokens
     return len(tokens) - 1
 
 
+def _follow_prompts(
+    reference: LLM, others: Sequence[LLM], rows: Sequence[Tally], tokens: list[int]
+) -> int:
+    """Read one text with all models as a prompt; return the positions counted."""
+    read = []
+    for llm in (reference, *others):
+        parts: list[torch.Tensor] = []
+        with llm.session() as session:
+            session.prefill(tokens[:-1], every=lambda x, _, parts=parts: parts.append(x[0].clone()))
+        read.append(torch.cat(parts))
+    for at, token in enumerate(tokens[1:]):
+        expected, *logits = (
+            llm.load().model.logits(x[None, at])[0] for llm, x in zip((reference, *others), read)
+        )
+        for row, found in zip(rows, logits):
+            row.add(expected, found, token)
+    return len(tokens) - 1
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A Markdown table of the rows."""
     head = "weights | dtype | MB | KL, nats a token | 99% below | same likeliest | perplexity"
@@ -120,7 +154,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         surprise = f"{row['perplexity']:.3f} ({row['reference_perplexity']:.3f})"
         apart = f"{row['kl']:.5f}", f"{row['kl_99']:.4f}", f"{row['agreement']:.2%}", surprise
-        cells.append((row["weights"], row["dtype"], f"{row['bytes'] / 1e6:.0f}", *apart))
+        word = row["weights"]
+        word = word if row["activations"] == "auto" else f"{word}, activations {row['activations']}"
+        cells.append((word, row["dtype"], f"{row['bytes'] / 1e6:.0f}", *apart))
     return "\n".join(page.table(head, cells))
 
 
@@ -161,10 +197,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command("python -m tools.convert.weight_quality", __doc__)
     add_text_arguments(parser, length=512)
     parser.add_argument("--weights", nargs="+", choices=WORDS, default=["int8", "int4"])
+    parser.add_argument("--activations", nargs="+", choices=ACTIVATIONS, default=["auto"])
+    parser.add_argument(
+        "--prompts", action="store_true", help="read texts as prompts, not by steps"
+    )
     parser.add_argument("--dtype", default="auto", help="of the activations beside few bits")
     args = parser.parse_args(argv)
-    given = args.model, args.weights, args.dtype, args.tokens, args.kinds, args.length
-    return report(args, 2, lambda: measure(*given), table, "against float32, {tokens}")
+    forms = [
+        (word, said) for word in args.weights for said in args.activations if (word, said) != PLAIN
+    ]
+    given = args.model, forms, args.dtype, args.tokens, args.kinds, args.length
+    prompts = args.prompts or "int8" in args.activations
+    about = "against float32, {tokens}" + (" prompt" if prompts else "")
+    return report(args, 2, lambda: measure(*given, prompts), table, about)
 
 
 if __name__ == "__main__":

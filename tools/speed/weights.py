@@ -17,11 +17,13 @@ import statistics
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
 from engine import LLM, Full
+from engine.load.options import ACTIVATIONS
 from tools.common.program import progress, say
 from tools.common.synthetic_bank import synthesize
 from tools.speed import harness
@@ -32,14 +34,15 @@ PROMPTS = 3  # timed, per model
 
 
 def measure(args: argparse.Namespace, context: int, prompt: int) -> list[dict[str, Any]]:
-    """A row for the floats and one for each form of weights: seconds of a step at `context` tokens
-    and of a prompt of `prompt` tokens. Raises EngineError where a model does not fit.
+    """A row for the floats and one for each form of weights and of activations: seconds of a step
+    at `context` tokens and of a prompt of `prompt` tokens. Raises EngineError where a model does
+    not fit.
     """
-    words, made = ("auto", *args.weights), []
-    for word in words:
-        progress(f"{args.shape} {args.dtype}, weights {word}")
-        most = max(context, prompt) + ROOM
-        made.append(harness.shape_llm(args, most, weights=word, method=Full()))
+    forms, made = [("auto", "auto"), *product(args.weights, args.activations)], []
+    for word, rows in forms:
+        progress(f"{args.shape} {args.dtype}, weights {word}, activations {rows}")
+        settings = dict(weights=word, activations=rows, method=Full())
+        made.append(harness.shape_llm(args, max(context, prompt) + ROOM, **settings))
     sessions = [llm.session() for llm in made]
     for session in sessions:
         synthesize(session, context)
@@ -55,8 +58,8 @@ def measure(args: argparse.Namespace, context: int, prompt: int) -> list[dict[st
     sizes = [llm.model.nbytes if llm.model is not None else 0 for llm in made]
     read_s = map(statistics.median, read.values())
     return [
-        facts | dict(weights=word, bytes=size, step_s=step, prompt_s=whole)
-        for word, size, step, whole in zip(words, sizes, decoded, read_s)
+        facts | dict(weights=word, activations=rows, bytes=size, step_s=step, prompt_s=whole)
+        for (word, rows), size, step, whole in zip(forms, sizes, decoded, read_s)
     ]
 
 
@@ -71,6 +74,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     first, cells = rows[0], []
     for row in rows:
         name = row["dtype"] if row["weights"] == "auto" else row["weights"]
+        name = name if row["activations"] == "auto" else f"{name}, activations {row['activations']}"
         step = f"{row['step_s'] * 1e3:.1f} ms", f"{first['step_s'] / row['step_s']:.2f}"
         rate, faster = row["prompt"] / row["prompt_s"], first["prompt_s"] / row["prompt_s"]
         cells.append((name, f"{row['bytes'] / 1e6:.0f}", *step, f"{rate:.0f}", f"{faster:.2f}"))
@@ -88,6 +92,7 @@ def work(args: argparse.Namespace) -> Report:
 
 FLAGS = SHAPED | {
     "--weights": dict(nargs="+", choices=WORDS, default=list(WORDS)),
+    "--activations": dict(nargs="+", choices=ACTIVATIONS, default=["auto"]),
     "--context": flag("2K", "tokens behind a step"),
     "--prompt": flag("512", "tokens of a prompt"),
     "--steps": flag(9, "timed, per model"),

@@ -61,9 +61,9 @@ def require_whole_steps(config: ModelConfig, ranks: int) -> None:
             if left % GROUP == 0 and (right % GROUP == 0 or right == columns):
                 continue
             raise SettingError(
-                f"activations: found 'int8' with {ranks} ranks, but {target.name} is cut at columns "
-                f"{left} to {right}, which divides {GROUP} that are rounded together; expected "
-                "'auto'"
+                f"activations: found 'int8' with {ranks} ranks, but {target.name} is cut at "
+                f"columns {left} to {right}, which divides {GROUP} that are rounded together; "
+                "expected 'auto'"
             )
 
 
