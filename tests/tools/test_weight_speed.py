@@ -16,7 +16,15 @@ def test_a_table_of_a_tiny_model(tmp_path, capsys):
 
 
 def test_ratios_are_of_the_floats():
-    first = dict(weights="auto", dtype="bfloat16", bytes=4e6, step_s=0.2, prompt=100, prompt_s=2.0)
+    first = dict(
+        weights="auto",
+        activations="auto",
+        dtype="bfloat16",
+        bytes=4e6,
+        step_s=0.2,
+        prompt=100,
+        prompt_s=2.0,
+    )
     other = {**first, "weights": "int8", "bytes": 2e6, "step_s": 0.1, "prompt_s": 4.0}
     assert table([first, other]).splitlines()[-1] == "| int8 | 2 | 100.0 ms | 2.00 | 25 | 0.50 |"
 

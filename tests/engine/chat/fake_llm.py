@@ -164,7 +164,7 @@ class FakeLLM:
         self.folder, self.few_bits, self.options = (
             None,
             None,
-            SimpleNamespace(weights="auto", forever=False),
+            SimpleNamespace(weights="auto", activations="auto", forever=False),
         )
         self.planner, self.staging = self, None
         self.method = Full()
