@@ -1,5 +1,6 @@
 """What a family's attention does beside softmax(scale * q . k): a cap on logits (Gemma 2, section
-2 of arXiv 2408.00118) and sinks (gpt-oss, as in arXiv 2309.17453, learned).
+2 of arXiv 2408.00118), sinks (gpt-oss, as in arXiv 2309.17453, learned), and how finely a prompt's
+queries are rounded.
 
 A cap changes every logit, so each kernel applies it, as a constant: without one it compiles to
 nothing. A sink is one more term of the softmax's sum, so it joins where a query's partial results
@@ -18,11 +19,24 @@ from kernels.launch.triton import tl, triton
 @dataclass(frozen=True, eq=False)
 class Softmax:
     """cap: logits become cap * tanh(logits / cap); 0: they stay. sinks: float32 [H], a logit under
-    each query head that counts in the sum and brings no value; None: there is none.
+    each query head that counts in the sum and brings no value; None: there is none. query_bits: 8
+    lets a kernel of prompts round queries that meet int8 rows to 8 bits, under one scale a query
+    and head, where that is faster (kernels/prefill/native.py); 16: none does. Raises ValueError for
+    another number of bits.
     """
 
     cap: float = 0.0
     sinks: torch.Tensor | None = None
+    query_bits: int = 16
+
+    def __post_init__(self) -> None:
+        if self.query_bits not in (8, 16):
+            raise ValueError(f"query_bits is 8 or 16, not {self.query_bits}")
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is neither cap nor sink."""
+        return not self.cap and self.sinks is None
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
         """Cap scaled logits in place."""

@@ -22,6 +22,7 @@ struct Call {
     // query c sees visited rows from low + c (none of the chosen ones is ever below) to high + c
     int causal, high, window;
     int threads, exact;  // exact: rows of 8 bits meet queries and weights of float32
+    int query_bits;      // 8: queries may be numbers of 8 bits where rows are, exact or not
     float scale, cap;
     int out_kind;
 };
@@ -87,42 +88,58 @@ INLINE float added_up(Floats x) {
 
 // exp(x * unit - from), by powers of two where a machine has the two operations that they take: 2^r on
 // |r| <= 1/2 by a polynomial of degree 6 (Cephes, exp2f.c), to 2 units in the last place; 0 at -inf.
+// SHORT: of degree 4, to 2^-18 of it, for weights that become whole numbers of 16 bits.
+template <bool SHORT>
 struct Exponential {
-#if defined(__AVX512F__)
     float unit, from;
-    Exponential(float unit, float from) : unit(unit * 1.44269504f), from(from * 1.44269504f) {}
+#if defined(__AVX512F__)
+    Exponential(float unit, float from) : unit(unit * 1.44269504f), from(from * 1.44269504f) {
+        // up by three roundings: a weight above 1 would be no whole number of 16 bits
+        if (SHORT) this->from += fabsf(this->from) * 0x1p-22f;
+    }
     Floats operator()(Floats x) const {
         const __m512 power = (__m512)(x * unit - from);
         const Floats r = (Floats)_mm512_reduce_ps(power, 0), whole = (Floats)power - r;
-        Floats p = all(1.535336188e-4f);
-        p = p * r + 1.339887440e-3f;
-        p = p * r + 9.618437358e-3f;
-        p = p * r + 5.550332471e-2f;
-        p = p * r + 2.402264791e-1f;
-        p = p * r + 6.931472029e-1f;
+        Floats p;
+        if (SHORT) {
+            p = all(9.582853236e-3f) * r + 5.590642594e-2f;
+            p = p * r + 2.402409862e-1f;
+            p = p * r + 6.931241933e-1f;
+        } else {
+            p = all(1.535336188e-4f);
+            p = p * r + 1.339887440e-3f;
+            p = p * r + 9.618437358e-3f;
+            p = p * r + 5.550332471e-2f;
+            p = p * r + 2.402264791e-1f;
+            p = p * r + 6.931472029e-1f;
+        }
         return (Floats)_mm512_scalef_ps((__m512)(p * r + 1), (__m512)whole);
     }
 #else
-    float unit, from;
     Exponential(float unit, float from) : unit(unit), from(from) {}
     Floats operator()(Floats x) const { return exponential(x * unit - from); }
 #endif
 };
 
-// Weights of a row's logits x, with the row's new largest and sum. Returns their scale.
-template <class M, class X>
-INLINE float soften(const Call &c, Rows &w, float *x, Span seen, int at, typename M::Element *to) {
+// How a row's logits of one block become weights: exp(x * unit - from), which count `share` of what they say.
+// less: what is left of the row's sums so far.
+struct Fading {
+    float unit, from, share, less;
+};
+
+// Of a row's logits x, of which the largest are `top`; what it does not see becomes -inf.
+template <class M>
+INLINE Fading measured(const Call &c, Rows &w, float *x, Floats top, Span seen, int at) {
     const int low = seen.low, high = seen.high;
     // products are multiplied by the scale as they become weights, unless a cap comes between
     const float scale = c.scale * w.query_scale[at], unit = scale > 0 && !c.cap ? scale : 1;
-    Floats top = all(-INFINITY);
-    for (int i = 0; i < NEAR; i += W) {
-        Floats y = load(x + i);
-        if (X::scaled) y *= load(w.key_scale + i);
-        if (!(scale > 0) || c.cap) y *= scale;
-        if (c.cap) y = capped(y, c.cap);
-        store(x + i, y);
-        top = most(top, y);
+    if (!(scale > 0) || c.cap) {
+        top = all(-INFINITY);
+        for (int i = 0; i < NEAR; i += W) {
+            const Floats y = load(x + i) * scale;
+            store(x + i, c.cap ? capped(y, c.cap) : y);
+            top = most(top, load(x + i));
+        }
     }
     if (low > 0 || high < NEAR) {
         top = all(-INFINITY);
@@ -130,22 +147,31 @@ INLINE float soften(const Call &c, Rows &w, float *x, Span seen, int at, typenam
         for (int i = high; i < NEAR; i++) x[i] = -INFINITY;
         for (int i = 0; i < NEAR; i += W) top = most(top, load(x + i));
     }
-    const float here = highest(top) * unit, now = here > w.best[at] ? here : w.best[at], base = now == -INFINITY ? 0 : now;
-    const float less = w.best[at] == now ? 1 : expf(w.best[at] - base);
+    const float here = highest(top) * unit, best = w.best[at], now = here > best ? here : best;
+    const float base = now == -INFINITY ? 0 : now;
     // whole numbers reach as far as they can in every block
-    const float from = M::whole && here > -INFINITY ? here : base, share = from == base ? 1 : expf(from - base);
-    const Exponential weight(unit, from);
+    const float from = M::whole && here > -INFINITY ? here : base;
+    w.best[at] = now;
+    return {unit, from, from == base ? 1 : expf(from - base), best == now ? 1 : expf(best - base)};
+}
+
+// Weights of the row's logits, with its new sum. Returns their scale.
+template <class M, class X>
+INLINE float soften(Rows &w, const float *x, const Fading &fading, int at, typename M::Element *to) {
+    const Exponential<M::whole> weight(fading.unit, fading.from);
+    const float less = fading.less;
     Floats added = {};
-    for (int i = 0; i < NEAR; i += W) {
-        Floats y = weight(load(x + i));
-        added += y;
-        if (X::scaled) y *= load(w.value_scale + i);
-        M::keep(y, to, i);
+    for (int i = 0; i < NEAR; i += 2 * W) {
+        const Floats one = weight(load(x + i)), two = weight(load(x + i + W));
+        added += one;
+        added += two;
+        if (X::scaled) M::keep(one, two, load(w.value_scale + i), load(w.value_scale + i + W), to, i);
+        else M::keep(one, two, all(1), all(1), to, i);
     }
-    w.best[at] = now, w.sum[at] = w.sum[at] * less + added_up(added) * share;
+    w.sum[at] = w.sum[at] * less + added_up(added) * fading.share;
     if (less != 1)
         for (long d = 0; d < w.wide; d += W) store(w.out + at * w.wide + d, load(w.out + at * w.wide + d) * less);
-    return M::whole ? share * w.value_step : 1;
+    return M::whole ? fading.share * w.value_step : 1;
 }
 
 // Write what the rows of queries from `first` on ended in.

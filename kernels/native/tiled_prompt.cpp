@@ -14,14 +14,15 @@ namespace {
 
 #if defined(HAS_TILES)
 // How rows of X are multiplied. of_key: bytes of an element of a row of keys; step: inner elements of a step
-// of depth; keep: weights of W keys from i on, of a row of a tile.
+// of depth; keep: weights of 2 W keys from i on, of a row of a tile, each times a scale.
 struct Floating : TilePairs {
     typedef BFloat16 Row;
     struct Element { uint16_t of; };
     static constexpr bool whole = false;
     static constexpr int of_key = 2, step = 32;
-    INLINE void keep(Floats y, Element *to, int i) {
-        *(Halves *)((char *)to + i / step * 2 * TILE + i % step * 2) = narrow_halves(y);
+    INLINE void keep(Floats one, Floats two, Floats s, Floats t, Element *to, int i) {
+        Halves *const at = (Halves *)((char *)to + i / step * 2 * TILE + i % step * 2);
+        at[0] = narrow_halves(one * s), at[1] = narrow_halves(two * t);
     }
 };
 
@@ -30,9 +31,10 @@ struct Counting : TileDigits {
     struct Element { int8_t of; };
     static constexpr bool whole = true;
     static constexpr int of_key = 1, step = 64;
-    INLINE void keep(Floats y, Element *to, int i) {
+    INLINE void keep(Floats one, Floats two, Floats s, Floats t, Element *to, int i) {
         char *at = (char *)to + i / step * 2 * TILE + i % step;
-        put_digits(_mm512_cvtsepi32_epi16(_mm512_cvtps_epi32((__m512)y)), at, at + TILE);
+        put_digits(_mm512_cvtepi32_epi16((__m512i)in_lower_bits(one, s)), at, at + TILE);
+        put_digits(_mm512_cvtepi32_epi16((__m512i)in_lower_bits(two, t)), at + W, at + TILE + W);
     }
 };
 
@@ -212,11 +214,17 @@ template <class M>
 INLINE void soften_row(const Call &c, Work<M> &w, int first, int tile, int r, int t, int count, Passage<M> &p) {
     const int at = tile * M::of_rows + r;
     float *x = p.logits + r * NEAR;
-    if (M::whole)  // what lies behind the keys was not written
-        for (int i = 0; i < count; i += W)
-            store(x + i, __builtin_convertvector(digits_sum((const int32_t *)p.logits, NEAR, r, i), Floats));
+    Floats top = all(-INFINITY);
+    for (int i = 0; i < count; i += W) {  // what lies behind the keys was not written
+        if (M::whole) {
+            const Ints sum = digits_sum((const int32_t *)p.logits, NEAR, r, i);
+            store(x + i, __builtin_convertvector(sum, Floats) * load(w.key_scale + i));
+        }
+        top = most(top, load(x + i));
+    }
     typename M::Element *const to = (typename M::Element *)(p.weights + r / 16 * TILE + r % 16 * TILE_BYTES);
-    p.steps[r] = soften<M, typename M::Row>(c, w, x, seen_of(c, first + at / c.group, t, count), at, to);
+    const Fading fading = measured<M>(c, w, x, top, seen_of(c, first + at / c.group, t, count), at);
+    p.steps[r] = soften<M, typename M::Row>(w, x, fading, at, to);
 }
 
 // All tiles of rows of a unit from `tile` on meet the block of keys that is packed: visited rows from t on.

@@ -1,5 +1,5 @@
-// Floats as whole numbers of 16 bits under one scale, and products of pairs of them: 15 bits and a sign
-// are no coarser than bfloat16 where the largest float stands.
+// Floats as whole numbers of 16 or 8 bits under one scale, and products of pairs or fours of them: 15 bits
+// and a sign are no coarser than bfloat16 where the largest float stands.
 #pragma once
 #include "vector.h"
 
@@ -25,6 +25,31 @@ INLINE void add_pairs(Shorts &sums, Shorts a, Shorts b) {
     asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sums), "=&v"(both) : "v"(a), "v"(b));
 #endif
 }
+
+#if defined(__AVX512VNNI__)
+constexpr float LARGEST_BYTE = 127;
+constexpr uint32_t TOO_LARGE = 0x80808080;  // xor adds 128 to each byte, which has no sign then
+
+// sums += signed bytes of a times bytes b without a sign, four by four.
+INLINE void add_fours(Shorts &sums, Shorts a, Shorts b) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(b), "v"(a));
+}
+
+// 16 floats as whole numbers of 8 bits, which are added to a sum.
+INLINE __m128i bytes_of(const float *x, float inverse, Ints &sum) {
+    const __m512i found = _mm512_cvtps_epi32((__m512)(load(x) * inverse));
+    sum += (Ints)found;
+    return _mm512_cvtepi32_epi8(found);
+}
+#endif
+
+#if defined(__AVX512F__)
+// Floats x times s, from -32768 to 32767, as whole numbers in the lower 16 bits of each 32: added to
+// 1.5 * 2^23, whose last bit is 1, they stand in its last bits.
+INLINE Ints in_lower_bits(Floats x, Floats s) {
+    return (Ints)_mm512_fmadd_ps((__m512)x, (__m512)s, _mm512_set1_ps(12582912));
+}
+#endif
 
 // 16 floats as whole numbers, which are added to a sum.
 INLINE __m256i shorts_of(const float *x, float inverse, Ints &sum) {
@@ -65,22 +90,22 @@ INLINE float reach_of(const float *x, int count) {
     return most_of(top);
 }
 
-// The scale of floats, and what they are multiplied by to be whole numbers: 0 and NaN where one of them
-// is not finite. Floats that are too small for a reciprocal become larger ones.
+// The scale of floats, and what they are multiplied by to be whole numbers, `top` at most: 0 and NaN where
+// one of them is not finite. Floats that are too small for a reciprocal become larger ones.
 struct Steps {
     float step, inverse;
 
-    Steps(float *x, int count) : Steps(x, count, reach_of(x, count)) {}
+    Steps(float *x, int count, float top = LARGEST) : Steps(x, count, top, reach_of(x, count)) {}
 
-    Steps(float *x, int count, float reach) {
+    Steps(float *x, int count, float top, float reach) {
         float unit = 1;
         if (reach < 1e-30f) {
             unit = 0x1p-64f, reach *= 0x1p64f;
             for (int i = 0; i < count; i++) x[i] *= 0x1p64f;
         }
         const bool finite = reach <= 3.4028234e38f;
-        inverse = finite && reach > 0 ? LARGEST / reach : 0;
-        step = finite ? reach / LARGEST * unit : NAN;
+        inverse = finite && reach > 0 ? top / reach : 0;
+        step = finite ? reach / top * unit : NAN;
     }
 };
 #endif

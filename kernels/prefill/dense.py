@@ -166,7 +166,7 @@ def prefill_dense(
     blocks = start >= CUDNN_BLOCK and has_cudnn(q.device, q.dtype, q.shape[-1])
     # and whatever the flash kernel lacks, torch would do with every score
     whole = chosen == "triton" and not _efficient(q) and not blocks and not is_packed(k)
-    if whole and softmax is PLAIN:
+    if whole and softmax.plain:
         return prefill_dense_cuda(q, k, v, start, scale)
     return prefill_dense_lse(q, k, v, start, scale, softmax, backend)[0]
 

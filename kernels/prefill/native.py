@@ -54,6 +54,7 @@ class _Call(ctypes.Structure):
                 "window",
                 "threads",
                 "exact",
+                "query_bits",
             )  # fmt: skip
         ),
         *((name, ctypes.c_float) for name in ("scale", "cap")),
@@ -93,6 +94,21 @@ def tiles_take(q: torch.Tensor, k: torch.Tensor) -> bool:
     return known and _TILED.usable()
 
 
+def rounds_queries(q: torch.Tensor, k: torch.Tensor, softmax: Softmax) -> bool:
+    """Whether `attend_prompt` rounds q [.., D] as `Softmax.query_bits` says, where it meets rows k:
+    for int8 rows and D up to WIDEST, on x86 with VNNI. Elsewhere numbers of 8 bits are multiplied
+    no faster than those of 16, and in tiles of AMX both are fast.
+    """
+    return (
+        softmax.query_bits == 8
+        and k.dtype == torch.int8
+        and q.shape[-1] <= WIDEST
+        and _BINDING.usable()
+        and bool(loaded().omnikv_has_query_bytes())
+        and not tiles_take(q, k)
+    )
+
+
 def attend_prompt(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -112,9 +128,10 @@ def attend_prompt(
     scale: of the logits, 1/sqrt(D). k, v [Hkv, n, D] of any strides, last dim contiguous, or packed
     int8 rows; index int32 [1 or Hkv, >= kept] or None with kept = 0. first: position of query 0, so
     that query c sees rows up to first + c; None: every query sees all n rows. window: rows that a
-    query sees at most, its own among them (0: all), with kept = 0. softmax: its cap; sinks are left
-    to whoever merges. tiled: in tiles of AMX; None: where `tiles_take` them. Returns (out [C, H, D]
-    in q.dtype, lse [C, H] float32). Raises ValueError for a dtype that this build lacks.
+    query sees at most, its own among them (0: all), with kept = 0. softmax: its cap, and bits of
+    queries where `rounds_queries` says so; sinks are left to whoever merges. tiled: in tiles of
+    AMX; None: where `tiles_take` them. Returns (out [C, H, D] in q.dtype, lse [C, H] float32).
+    Raises ValueError for a dtype that this build lacks.
     """
     library = loaded()
     tiled = tiles_take(q, k) if tiled is None else tiled
@@ -137,7 +154,7 @@ def attend_prompt(
         out.data_ptr(), lse.data_ptr(),
         kv_heads, heads // kv_heads, dim, queries, kept, start, kept + rows - start,
         first is not None, kept + (first or 0) - start, window, torch.get_num_threads(),
-        dtype == torch.float32, scale, softmax.cap, FLOATS[dtype],
+        dtype == torch.float32, softmax.query_bits, scale, softmax.cap, FLOATS[dtype],
     )  # fmt: skip
     run = library.omnikv_tiled_prompt if tiled else library.omnikv_prefill
     code = run(ctypes.byref(call), FLOATS[q.dtype], ROWS[k.dtype])
@@ -190,3 +207,7 @@ def _prompt_attention(tiled: bool) -> Iterator[Case]:
     for dtype in FLOATS.keys() - ({torch.float32} if tiled else set()):
         found, _ = attend_prompt(q.to(dtype), *rows, 0.125, 280, tiled=tiled)
         yield f"a prompt's attention to int8 rows in {dtype}", found, expected, dtype
+    if not tiled:
+        softmax, dtype = Softmax(query_bits=8), torch.bfloat16
+        found, _ = attend_prompt(q.to(dtype), *rows, 0.125, 280, softmax=softmax, tiled=False)
+        yield "a prompt's attention to int8 rows by queries of 8 bits", found, expected, dtype

@@ -44,7 +44,7 @@ def prefill_window(
     chosen, chunk = choose(backend, q, lambda: attends_prompt(q, k, v)), q.shape[1]
     if chosen == "native":
         return softmax.sunk(*attend_prompts(q, k, v, scale, past, window, softmax))[0]
-    if softmax is not PLAIN:
+    if not softmax.plain:
         whole = attend_tiles(q, k, v, scale, softmax, past, window, chosen)
         return softmax.sunk(*whole)[0]
     wide = chosen == "reference" or (q.device.type == "cpu" and not fuses(q.dtype, chunk))

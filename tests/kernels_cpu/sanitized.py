@@ -30,6 +30,7 @@ import kernels.sketch.guesses
 import kernels.sketch.rebuilt
 import kernels.sketch.shares
 from kernels.attention.native import attend
+from kernels.launch.softmax import PLAIN, Softmax
 from kernels.layer.native_product import Product
 from kernels.native import compilers, library
 from kernels.native.amx import TILES
@@ -77,7 +78,10 @@ def main() -> None:
             attend_prompt(some(9, 8, 64).to(dtype), k, v, 0.125, None)
             packed = FORMS[torch.int8]
             rows = packed.keys.pack(k.float()), packed.values.pack(v.float())
-            attend_prompt(some(9, 8, 64).to(dtype), *rows, 0.125, None)
+            for softmax in (PLAIN, Softmax(query_bits=8)):
+                attend_prompt(some(9, 8, 64).to(dtype), *rows, 0.125, None, softmax=softmax)
+                odd = packed.keys.pack(some(2, count, 80)), packed.values.pack(some(2, count, 80))
+                attend_prompt(some(9, 8, 80).to(dtype), *odd, 0.125, None, softmax=softmax)
             Product(some(count, 72).to(dtype))(some(3, 72).to(dtype))
     # whole numbers in every build: rows, outputs and columns of odd counts
     native.prefers_integers = lambda library: True
