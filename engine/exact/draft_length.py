@@ -7,15 +7,18 @@ only. Costs are bytes of a full step's kind, weighted by what a CPU was measured
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 from engine.methods.exact import MOST_DRAFTS
 
 FADE = 0.9  # what a cycle leaves of the counts before it: the last ten or so decide
 PRIOR = 0.8  # acceptance that is assumed before any was seen
 WEIGHT = 2.0  # ... as if from so many drafts
-MARGIN = 1.05  # a change of length must promise so much more than staying
+LEAN = 4.0  # drafts for which a position's rate is that of the one before it
+MARGIN = 1.02  # a change of length must promise so much more than staying
 PROBE = 64  # steps of full attention between two looks at whether drafting pays again
 
 
@@ -41,20 +44,25 @@ class Acceptance:
             self.tried[i] = FADE * self.tried[i] + (i < judged)
             self.kept[i] = FADE * self.kept[i] + (i < accepted)
 
-    def rate(self, i: int) -> float:
-        """Acceptance of draft i (0 is the first). A position that was seldom reached leans on the
-        one before it.
+    def rates(self, drafts: int) -> Iterator[float]:
+        """Acceptance of each of so many drafts. A position that was seldom reached leans on the one
+        before it.
         """
-        lean = self.prior if i == 0 else self.rate(i - 1)
-        return (self.kept[i] + WEIGHT * lean) / (self.tried[i] + WEIGHT)
+        lean, weight = self.prior, WEIGHT
+        for tried, kept in zip(self.tried[:drafts], self.kept):
+            lean, weight = (kept + weight * lean) / (tried + weight), LEAN
+            yield lean
+
+    def reached(self, times: float = 1.0) -> list[float]:
+        """Shares of drafts whose first 1, 2, ... are all accepted, if each were so many times as
+        often.
+        """
+        rates = (min(1.0, rate * times) for rate in self.rates(MOST_DRAFTS))
+        return list(accumulate(rates, mul))
 
     def tokens(self, drafts: int) -> float:
         """Expected tokens of a cycle of so many drafts: the fed one, and the accepted."""
-        expected = reached = 1.0
-        for i in range(drafts):
-            reached *= self.rate(i)
-            expected += reached
-        return expected
+        return 1.0 + sum(accumulate(self.rates(drafts), mul))
 
 
 class DraftLength:

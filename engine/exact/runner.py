@@ -33,13 +33,13 @@ from engine.methods.base import Method
 from engine.methods.exact import MOST_DRAFTS, Chooses, Exact, ExactRuntime, Kept
 from engine.methods.window_recompute import WindowRecompute
 from engine.model.share.divide import whole_of
-from engine.plan.exact_costs import ExactCosts
+from engine.plan.exact_costs import CHOSEN_BEFORE, ExactCosts
 from engine.plan.layers import LayerPlan
 from engine.runner.recompute.runner import RecomputeRunner
 from engine.runner.state import SessionState
 from engine.runner.step_runner import StepKind, StepRunner
 
-REGION = 1024  # tokens for which costs say who chooses
+REGION = 256  # tokens for which costs and what was accepted say who chooses
 LOOKUP_PRIOR = 0.5  # acceptance that is assumed of a text that occurred before
 
 
@@ -242,7 +242,10 @@ class ExactRunner(StepRunner):
             read = max(self._drafter.kept_rows(n))
             draft = self._method.draft
             most, fixed = (MOST_DRAFTS, False) if draft == "auto" else (int(draft), True)
-            given = self._costs, n, read, most, fixed
+            reached = self._by_drafter.acceptance.reached(
+                1 / CHOSEN_BEFORE if self._by_verifier[1] else 1.0
+            )
+            given = self._costs, n, read, most, fixed, reached
             on_host = any(map(self.bank.on_host, range(self.plan.num_layers)))
             self._by_verifier = region, not on_host and self._method.verifier_chooses(*given)
         return self._by_verifier[1]

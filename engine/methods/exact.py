@@ -17,7 +17,7 @@ layers' rows of full attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from engine.base.errors import SettingError
 from engine.methods.base import Method, Runtime, Setup
 from engine.model.config.config import ModelConfig
 from engine.model.low_bits import FewBits
-from engine.plan.exact_costs import ExactCosts
+from engine.plan.exact_costs import FOUR_IN_FIVE, ExactCosts
 from engine.plan.filter_layers import FilterLayers
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
@@ -163,7 +163,13 @@ class Exact(Method):
         return line
 
     def verifier_chooses(
-        self, costs: ExactCosts, context: int, read: int, most: int, fixed: bool
+        self,
+        costs: ExactCosts,
+        context: int,
+        read: int,
+        most: int,
+        fixed: bool,
+        reached: Sequence[float] = FOUR_IN_FIVE,
     ) -> bool:
         """Whether verifications choose what drafts read at `context` tokens; the other arguments
         are those of `costs.predicted`. Where layers lie in host memory, the drafter's steps do.
@@ -172,7 +178,7 @@ class Exact(Method):
             return False
         if self.chooser == "verifier":
             return True
-        given = context, read, most, fixed
+        given = context, read, most, fixed, reached
         return costs.predicted(*given, verifier=True)[1] > costs.predicted(*given)[1]
 
     def validate(self, plan: LayerPlan) -> None:

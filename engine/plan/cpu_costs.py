@@ -9,6 +9,7 @@ so that an automatic choice errs towards full attention.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import hypot
 
 import torch
 
@@ -21,9 +22,11 @@ class CpuCosts:
     """Costs relative to a dense layer's: filter, that of a filter layer over as many rows; row,
     that of a row which a sparse layer gathers and reads; query, what a further token of a step adds
     to the layer's attention, per query head of a K/V head. kv: a byte of K and V in units of a byte
-    of weights; weight: what a further token of a step adds to the weight products. choice: bytes
-    that a dense layer reads while one filter layer's tokens are chosen and handed on. scored: what
-    leaving the last token's scores adds to a layer of several tokens, beside one token's.
+    of weights (`attention`); weight: what a further token of a step adds to the weight products.
+    choice: bytes that a dense layer reads while one filter layer's tokens are chosen and handed on.
+    scored: what leaving the last token's scores adds to a layer of several tokens, beside one
+    token's. tiles: whether rows are read while tiles of four queries are computed, and weights meet
+    2, 4 or 8 tokens at a time; query is then a query's arithmetic beside reading its row.
     """
 
     filter: float
@@ -33,8 +36,26 @@ class CpuCosts:
     weight: float = 0.0
     choice: int = 0
     scored: float = 0.0
+    tiles: bool = False
+
+    def attention(self, group: int, tokens: int = 1) -> float:
+        """A byte of K and V of a layer with `group` query heads a K/V head in a step of `tokens`
+        tokens, in units of a byte of weights.
+        """
+        if not self.tiles:
+            return self.kv * (1 + self.query * group * (tokens - 1))
+        queries = group * tokens
+        if queries > TILE:
+            queries = -(-queries // TILE) * TILE
+        return self.kv * hypot(1, self.query * queries)
+
+    def products(self, tokens: int) -> float:
+        """The weight products of a step of `tokens` tokens, beside those of one."""
+        taken = 1 << (tokens - 1).bit_length() if self.tiles else tokens
+        return 1 + self.weight * (taken - 1)
 
 
+TILE = 4  # queries that meet a row at once
 # AMX and CPUs of other makes: filter and row are what was assumed for every CPU before, the others
 # were measured with avx512_bf16 (docs/EXACT.md)
 _OTHER = {
@@ -67,7 +88,8 @@ COSTS = {
 # choosing shows. The worst of two shapes, as above (benchmarks/results/exact/kernels-tiles-*)
 _CHOICE = CpuCosts(filter=1.3, row=1.7, choice=1_000_000, scored=0.3)
 _PAIRS = {
-    2: replace(_CHOICE, query=0.075, kv=1.6, weight=0.15),
+    # a layer of 131,072 rows of 4 K/V heads of 64 takes hypot(4.7, 0.53 q) ms for q queries a head
+    2: replace(_CHOICE, query=0.113, kv=1.3, weight=0.14, tiles=True),
     4: replace(_CHOICE, query=0.12, kv=1.3, weight=0.17),
 }
 NATIVE = {

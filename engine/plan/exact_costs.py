@@ -20,9 +20,9 @@ LINK = 40.0
 # share of a draft's selected rows that no slot holds (docs/OFFLOAD.md: 0.2 to 0.3 at 4 slots)
 MISSES = 0.3
 # shares of drafts whose first 1, 2, ... 7 tokens are accepted, where four in five are; and what is
-# left of each where verification chose what they read (docs/EXACT.md)
+# left of each token's where verification chose what it reads (docs/EXACT.md)
 FOUR_IN_FIVE = tuple(0.8**i for i in range(1, 8))
-CHOSEN_BEFORE = 0.88
+CHOSEN_BEFORE = 0.945
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class ExactCosts:
             n * (LINK if layer in self.offloaded else 1.0)
             for layer, n in enumerate(self._wide(rows))
         )
-        attention = f.kv * self.row * read * (1 + f.query * self.group * more)
+        attention = self.row * read * f.attention(self.group, tokens)
         if chooses:
             roles = zip(rows, self.layers.roles)
             scored = sum(n for n, role in roles if role is Role.FILTER)
-            attention += f.kv * self.row * scored * f.scored
-        return self.weights * (1 + f.weight * more) + self.experts * more + attention
+            attention += self.row * scored * f.attention(self.group) * f.scored
+        return self.weights * f.products(tokens) + self.experts * more + attention
 
     def draft(self, rows: Sequence[int], chooses: bool) -> float:
         """A draft step. chooses: whether its filter layers do, and fetch what they chose."""
@@ -108,7 +108,7 @@ class ExactCosts:
             read += n * f.row
             if chooses and layer in self.offloaded:
                 read += n * MISSES * LINK
-        return (self.drafted or self.weights) + f.kv * self.row * read
+        return (self.drafted or self.weights) + self.row * read * f.attention(self.group)
 
     def drafts(self, rows: Sequence[int]) -> list[int]:
         """Rows that a draft step of the first layers reads, of those that all layers would."""
@@ -131,7 +131,8 @@ class ExactCosts:
         """
         dense, first, later = self._steps(context, read)
         if verifier:
-            first, reached = later, [share * CHOSEN_BEFORE for share in reached]
+            first, fewer = later, (CHOSEN_BEFORE**i for i in range(1, len(reached) + 1))
+            reached = [share * left for share, left in zip(reached, fewer)]
 
         def gain(drafts: int) -> float:
             tokens = 1 + sum(reached[:drafts])

@@ -1,7 +1,7 @@
 """Acceptance on a real model, speed on random weights.
 
     python -m tools.studies.exact acceptance --model FOLDER --length 4096 --filter-layers 2,8,17
-    python -m tools.studies.exact speed --shape deep --contexts 8K,128K
+    python -m tools.studies.exact speed --shape deep --contexts 8K,128K --settings auto:auto
     python -m tools.studies.exact kernels --shape deep --dtypes bfloat16
 
 Prints one JSON object per row on stdout, progress on stderr.
@@ -25,12 +25,9 @@ from tools.common.program import say
 from tools.studies.exact.acceptance import measure
 from tools.studies.exact.kernels import KINDS, attention, weights
 from tools.studies.exact.report import acceptance_table, counted_table, survival
-from tools.studies.exact.speed import compare
+from tools.studies.exact.speed import Setting, compare
 from tools.studies.exact.tables import CHOICES, Records, method_of, run_coupling, run_starts
 from tools.studies.exact.tables import KINDS as TEXTS
-
-# greedy, SmolLM2-135M, 4,096 tokens of prose and code, five full layers (docs/EXACT.md)
-SURVIVAL = (1.0, 0.82, 0.78, 0.64, 0.55, 0.5, 0.45)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,10 +48,13 @@ def parser() -> argparse.ArgumentParser:
     s.add_argument("--shape", choices=SHAPES, default="deep")
     s.add_argument("--contexts", default="8K,32K")
     s.add_argument("--dtype", default="bfloat16")
-    s.add_argument("--draft", default="auto")
-    s.add_argument("--survival", help="share of cycles that accept 1, 2, ... drafts, with commas")
+    s.add_argument("--settings", default="auto:auto", help="chooser:draft, with commas, in turns")
+    s.add_argument(
+        "--survival",
+        help="share of cycles that accept 1, 2, ... drafts, with commas; default: SmolLM2's, by "
+        "who chose",
+    )
     s.add_argument("--turns", type=int, default=3)
-    s.add_argument("--least", type=int, default=12, help="tokens of a turn")
     k = what.add_parser("kernels", help="what a further token of a step costs in each kernel")
     k.add_argument("--shape", choices=SHAPES, default="deep")
     k.add_argument("--dtypes", default="bfloat16,float32")
@@ -101,21 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _speed(args: argparse.Namespace) -> None:
-    survival = SURVIVAL
-    if args.survival:
-        survival = tuple(float(part) for part in args.survival.split(","))
-    draft = args.draft if args.draft == "auto" else int(args.draft)
+    shares = tuple(float(part) for part in args.survival.split(",")) if args.survival else ()
+    settings = [Setting.of(part) for part in args.settings.split(",")]
     for length in args.contexts.split(","):
-        row = compare(
-            args.shape,
-            args.dtype,
-            parse_size(length),
-            survival,
-            draft=draft,
-            turns=args.turns,
-            least=args.least,
-        )
-        print(json.dumps(row.to_dict()), flush=True)
+        given = args.shape, args.dtype, parse_size(length), settings, shares
+        for row in compare(*given, turns=args.turns):
+            print(json.dumps(row.to_dict()), flush=True)
 
 
 def _kernels(args: argparse.Namespace) -> None:
