@@ -27,6 +27,7 @@ import torch
 from engine.bank.base import Attends, Bank
 from engine.base.errors import EngineError, OutOfHostMemory
 from engine.exact.draft_length import DraftLength
+from engine.exact.draft_weights import copied_layers
 from engine.exact.prompt_lookup import PromptLookup
 from engine.forward.graphs import GraphedStep
 from engine.methods.base import Method
@@ -102,9 +103,11 @@ class ExactRunner(StepRunner):
         self._of = weakref.ref(session)
         self._exact, self._drafter = self.runtime, self.runtime.drafter
         self._kept = Kept(self._drafter)
-        needs = self._drafter.needs
-        self._own_draft = self.issued_by(self._drafter, needs, self.token, method.early_exit)
-        self._kept_draft = self.issued_by(self._kept, needs, self.token)
+        given = self._drafter.needs, self.token
+        copied = method.draft_weights == "int8"
+        form = copied_layers(loaded, backend) if copied else self.halves
+        self._own_draft = self.issued_by(self._drafter, *given, method.early_exit, form)
+        self._kept_draft = self.issued_by(self._kept, *given, form=form)
         self._chooses = Chooses(self._drafter)
         self._verify_steps: dict[tuple[int, bool], GraphedStep] = {}
         self._chosen: Chosen | None = None
@@ -119,6 +122,7 @@ class ExactRunner(StepRunner):
             placement.layers if placement else (),
             loaded.few_bits,
             method.early_exit,
+            copied,
         )
         fixed = None if method.draft == "auto" else int(method.draft)
         self._by_drafter = DraftLength(fixed)

@@ -48,6 +48,7 @@ class Loaded:
     few_bits: their bytes where that is of few bits; weights_digest: of the weights as they were
     read. host_tier: the host memory of its sessions. lock: one request at a time. learnt: what
     methods have found in a sample that the model read, by name (engine/runner/sample/text.py).
+    copies: layers of the same weights in few bits, by what makes them (engine/exact/).
     cut: where its layers lie, if on several devices. activations: as of Options.
     across, over_heads, peers, lead: of a model that several processes hold (engine/ranks/): what
     chooses by the heads of all, what gives a number [H] of every query head for those of own heads,
@@ -69,6 +70,7 @@ class Loaded:
     host_tier: HostTier
     lock: RequestLock
     learnt: dict[str, dict[int, Any]] = field(default_factory=dict)
+    copies: dict[str, StepForms] = field(default_factory=dict)
     across: Callable[..., None] | None = None
     over_heads: Callable[[torch.Tensor], torch.Tensor] | None = None
     peers: Any = None

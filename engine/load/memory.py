@@ -118,6 +118,7 @@ def memory_items(
         *_exchange_item(config, chunk),
         ("selection", needs.device_bytes, "scores and indices" if needs.selected else ""),
         *((("retained rows", store, needs.store_note),) if store else ()),
+        *((("draft weights", needs.draft_weights, "int8"),) if needs.draft_weights else ()),
         *_forgetting_items(config, needs, size, chunk, context, savepoints),
         *_again_item(config, needs, size),
         *((("sparse prefill", chosen, "what a chunk's queries choose from"),) if chosen else ()),

@@ -30,12 +30,14 @@ from engine.base.errors import SettingError
 from engine.methods.base import Method, Runtime, Setup
 from engine.model.config.config import ModelConfig
 from engine.model.low_bits import FewBits
+from engine.plan.draft_weights import copy_bytes
 from engine.plan.exact_costs import FOUR_IN_FIVE, ExactCosts
 from engine.plan.filter_layers import FilterLayers
 from engine.plan.layers import LayerPlan
 from engine.plan.needs import Needs
 
 CHOOSERS = ("auto", "drafter", "verifier")
+DRAFT_WEIGHTS = ("model", "int8")
 MOST_DRAFTS = 7  # a step takes up to 8 tokens: the one that is fed, and its drafts
 
 
@@ -47,7 +49,9 @@ class Exact(Method):
     early_exit: draft by full attention in so many first layers and the head, with method Full(); 0:
     by the method. chooser: who chooses what drafts read: "drafter", whose first step does;
     "verifier", the cycle before's verification, so that no draft reads a whole layer; "auto":
-    whoever is counted to be faster.
+    whoever is counted to be faster. draft_weights: "model": drafts read the model's weights;
+    "int8": a copy of them in int8, on a CPU, made with the first session that asks for it and
+    shared by all: half the bytes of a draft in bfloat16, for half as much memory again.
 
     Raises SettingError for a method that cannot draft: one that evicts, reads prompts its own way,
     or reads everything.
@@ -58,6 +62,7 @@ class Exact(Method):
     lookup: bool = True
     early_exit: int = 0
     chooser: str = "auto"
+    draft_weights: str = "model"
 
     named = False  # made from another method: --exact, /method exact
     full_prompts = True
@@ -88,6 +93,7 @@ class Exact(Method):
 
         boolean("lookup", self.lookup)
         one_of("chooser", self.chooser, CHOOSERS)
+        one_of("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
         if self.chooser == "verifier" and not method.chooses_verified:
             raise SettingError(
                 f"chooser: found 'verifier', but {method.name} with these settings chooses in its "
@@ -123,7 +129,10 @@ class Exact(Method):
         if self.early_exit:  # a step that ends early would break the order of whole layers' copies
             needs = replace(needs, offload=())
         # verification reads every layer whole
-        return replace(needs, step_rows=capacity, queries=MOST_DRAFTS + 1, ahead=())
+        needs = replace(needs, step_rows=capacity, queries=MOST_DRAFTS + 1, ahead=())
+        if self.draft_weights == "int8":
+            needs = replace(needs, draft_weights=copy_bytes(config))
+        return needs
 
     def dense_below_tokens(
         self, plan: LayerPlan, config: ModelConfig, itemsize: int, device_type: str, capacity: int
@@ -143,7 +152,7 @@ class Exact(Method):
     ) -> str:
         """The gain to expect from counted bytes, where four drafts in five are accepted."""
         given = config, plan, itemsize, device_type, offloaded, held
-        costs = ExactCosts.of(*given, self.early_exit)
+        costs = ExactCosts.of(*given, self.early_exit, self.draft_weights == "int8")
         needs = self.needs(plan, config, context, itemsize)
         read = min(context, needs.selected + needs.tail)
         most = MOST_DRAFTS if self.draft == "auto" else int(self.draft)

@@ -23,6 +23,7 @@ MISSES = 0.3
 # left of each token's where verification chose what it reads (docs/EXACT.md)
 FOUR_IN_FIVE = tuple(0.8**i for i in range(1, 8))
 CHOSEN_BEFORE = 0.945
+INT8 = 1 + 2 / 32  # bytes of a weight of a copy in int8: a scale of 16 bits for 32 of them
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,13 @@ class ExactCosts:
         offloaded: Collection[int] = (),
         held: FewBits | None = None,
         early: int = 0,
+        int8: bool = False,
     ) -> ExactCosts:
         """Costs on a device ("cpu" or "cuda"); on a CPU host memory is no other memory.
 
         held: weights in few bits; None: all in elements of `itemsize` bytes, as the bank. early:
-        layers of a draft step, after which the head follows; 0: all.
+        layers of a draft step, after which the head follows; 0: all. int8: whether drafts read a
+        copy of the weights in int8.
         """
         mixture = config.experts
         weights = config.step_parameters * itemsize if held is None else held.read
@@ -78,6 +81,8 @@ class ExactCosts:
         head = config.vocab_size * config.hidden_size
         share = head / (config.step_parameters - (0 if config.tied_embeddings else head))
         part = int(weights * (share + (1 - share) * early / config.num_layers)) if early else 0
+        if int8:
+            part = int((part or weights) * INT8 / itemsize)
         of_rows = size, config.group, factors, far, experts, windows, local
         return cls(layers, weights, *of_rows, part, early)
 

@@ -93,6 +93,7 @@ class Needs:
     row_scores: bytes of scores of a prompt, of all layers, that each row has which waits for a cut.
     leaves_rows: in a session that forgets, rows of a chunk wait for a store; else none outlives the
     step that makes it, and all that there are then are `store_bytes`.
+    draft_weights: bytes of a copy of the model's weights that its drafts read.
     rebuilt: rows and Runtime.state say all, although steps run again on the way back: a file may
     hold the session.
     """
@@ -101,6 +102,7 @@ class Needs:
     device_bytes: int = 0
     store_bytes: int = 0
     store_note: str = ""
+    draft_weights: int = 0
     retained: int = 0
     retained_bytes: int = 0
     window: int = 0

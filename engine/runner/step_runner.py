@@ -160,13 +160,19 @@ class StepRunner:
         return over_parts(method, whole, parts, cut.starts)
 
     def issued_by(
-        self, attends: Attends, needs: Needs, token: torch.Tensor, layers: int = 0
+        self,
+        attends: Attends,
+        needs: Needs,
+        token: torch.Tensor,
+        layers: int = 0,
+        form: LayerForm | None = None,
     ) -> GraphedStep:
         """A step of `attends` on token int64 [1, Q] and this runner's length, which ends after so
-        many layers; 0: after all.
+        many layers; 0: after all. form: of layers with other weights; None: of the model's.
         """
-        loaded, model = self._loaded, self.model.first(layers) if layers else self.model
-        decoder = Decoder(model, loaded.rotary, attends, self._query_ring, self.halves)
+        loaded, form = self._loaded, form or self.halves
+        model = form.model.first(layers) if layers else form.model
+        decoder = Decoder(model, loaded.rotary, attends, self._query_ring, form)
         graphs = loaded.graphs and not self._plain and self.model.capturable
         kind = SplitGraphedStep if model.parts else GraphedStep
         agree = loaded.agreed if loaded.graphs else bool

@@ -69,6 +69,8 @@ def why_not(method: Method) -> str:
     if isinstance(method, Exact):
         if method.early_exit:
             return "drafts by the first layers and the head, which lie on two; let omnikv draft"
+        if method.draft_weights != "model":
+            return "drafts by a copy of the weights, which is made of one device's; leave it out"
         if method.chooser == "verifier":
             return "has verifications choose, whose lists do not cross; leave chooser out"
         return why_not(method.method)
