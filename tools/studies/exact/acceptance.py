@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine import LLM, Exact, Full, SamplingParams
-from engine.methods.base import Method
 from engine.session.generate import generate
 from engine.session.session import Session
 from tools.common.documents import Text
@@ -64,7 +63,7 @@ def cycles_of(session: Session, params: SamplingParams) -> list[tuple[int, int]]
 def measure(
     llm: LLM,
     texts: Sequence[Text],
-    methods: Sequence[tuple[str, Method]],
+    methods: Sequence[tuple[str, Exact]],
     draft: int,
     tokens: int,
     temperatures: Sequence[float],
@@ -72,7 +71,8 @@ def measure(
 ) -> Iterator[Accepted]:
     """Every method's drafts on every text at every temperature, an answer of `tokens` tokens each.
 
-    Lookup is off: the drafter alone is measured. Raises AssertionError where an answer is not full
+    methods: (name, exact mode with `draft` drafts; without lookup the drafter alone is measured).
+    Raises AssertionError where an answer is not full
     attention's.
     """
     for text in texts:
@@ -88,7 +88,7 @@ def measure(
                 wanted[temperature] = session.ids[n:]
                 session.truncate(n)
             for name, method in methods:
-                session.set_method(Exact(method, draft=draft, lookup=False))
+                session.set_method(method)
                 for temperature in temperatures:
                     params = SamplingParams(
                         max_tokens=tokens, temperature=temperature, seed=1, ignore_eos=True

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from engine import OmniKV
+from engine import Exact
 from tools.bench.shapes import SHAPES, parse_size, shape_config
 from tools.common.arguments import command, loaded
 from tools.common.documents import texts
@@ -42,13 +42,17 @@ def parser() -> argparse.ArgumentParser:
     a.add_argument("--share", type=float, default=0.0667)
     a.add_argument("--draft", type=int, default=6)
     a.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
+    a.add_argument("--choosers", default="drafter", help="drafter,verifier")
+    a.add_argument("--draft-weights", default="model", help="model,int8")
     a.add_argument("--temperature", type=float, action="append")
     a.add_argument("--dtype", default="float32")
     s = what.add_parser("speed", help="tokens a second, acceptance planted")
     s.add_argument("--shape", choices=SHAPES, default="deep")
     s.add_argument("--contexts", default="8K,32K")
     s.add_argument("--dtype", default="bfloat16")
-    s.add_argument("--settings", default="auto:auto", help="chooser:draft, with commas, in turns")
+    s.add_argument(
+        "--settings", default="auto:auto", help="chooser:draft or chooser:draft:int8, with commas"
+    )
     s.add_argument(
         "--survival",
         help="share of cycles that accept 1, 2, ... drafts, with commas; default: SmolLM2's, by "
@@ -168,10 +172,18 @@ def _acceptance(args: argparse.Namespace) -> None:
     )
     methods = [
         (
-            name,
-            OmniKV(filter_layers=tuple(map(int, name.split(","))), share=args.share, dense_below=0),
+            f"{name} {chooser} {weights}",
+            Exact(
+                method_of(name, args.share),
+                args.draft,
+                lookup=False,
+                chooser=chooser,
+                draft_weights=weights,
+            ),
         )
         for name in args.filter_layers
+        for chooser in args.choosers.split(",")
+        for weights in args.draft_weights.split(",")
     ]
     temperatures = args.temperature or [0.0]
     for row in measure(llm, found, methods, args.draft, args.tokens, temperatures, say):

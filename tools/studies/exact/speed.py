@@ -19,6 +19,7 @@ from typing import Any
 from engine import LLM, Exact, Full, OmniKV, SamplingParams
 from engine.exact.draft_length import DraftLength
 from engine.exact.runner import ExactRunner
+from engine.methods.exact import CHOOSERS, DRAFT_WEIGHTS
 from engine.sampling.sampler import Sampler
 from engine.session.session import Session
 from kernels.launch.isa import isa
@@ -60,26 +61,38 @@ def shares_of(chooser: str, drafts: int) -> Sequence[float]:
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of Exact, read from text such as "verifier:2", "auto:auto" or "drafter:auto"."""
+    """Settings of Exact, read from text such as "verifier:2", "auto:auto" or "drafter:3:int8"."""
 
     chooser: str
     draft: int | str
+    weights: str = "model"
 
     @classmethod
     def of(cls, text: str) -> Setting:
         """Raises SystemExit for other text."""
-        chooser, _, draft = text.partition(":")
-        if chooser not in ("drafter", "verifier", "auto") or not (
-            draft == "auto" or draft in tuple("1234567")
-        ):
+        chooser, _, rest = text.partition(":")
+        draft, _, weights = rest.partition(":")
+        drafts = draft if draft == "auto" or draft not in tuple("1234567") else int(draft)
+        known = draft == "auto" or isinstance(drafts, int)
+        if chooser not in CHOOSERS or not known or weights not in ("", *DRAFT_WEIGHTS):
             raise SystemExit(
-                f"--settings: found {text!r}, expected drafter, verifier or auto, a colon, and 1 "
-                "to 7 or auto"
+                f"--settings: found {text!r}, expected drafter, verifier or auto, a colon, 1 to 7 "
+                "or auto, and :int8 for drafts by such weights"
             )
-        return cls(chooser, draft if draft == "auto" else int(draft))
+        return cls(chooser, drafts, weights or "model")
 
     def __str__(self) -> str:
-        return f"{self.chooser}:{self.draft}"
+        return f"{self.chooser}:{self.draft}{':int8' if self.weights == 'int8' else ''}"
+
+    def over(self, method: OmniKV) -> Exact:
+        """Exact mode over a method with these settings."""
+        return Exact(
+            method,
+            self.draft,
+            lookup=False,
+            chooser=self.chooser,
+            draft_weights=self.weights,
+        )
 
 
 @dataclass
@@ -223,12 +236,14 @@ def compare(
         method=Full(),
     )
     inner = OmniKV(filter_layers=shape_filters(shape), tokens=tokens, dense_below=0)
-    methods = [Exact(inner, s.draft, lookup=False, chooser=s.chooser) for s in settings]
+    methods = [setting.over(inner) for setting in settings]
     full: list[float] = []
     seen = [_Seen() for _ in settings]
     with llm.session(Full()) as session:
         synthesize(session, length)
         session.decode(1)
+        for method in methods:  # a copy of the weights is made here, not in a turn
+            session.set_method(method)
         for turn in range(turns):
             with around():
                 session.set_method(methods[0])
