@@ -62,8 +62,8 @@ class ModelConfig:
     a model this is, whose heads and widths the others are then; None: the whole model. `context`:
     the tokens whose rows this process holds of the whole model; None: all. `ends`: whether these
     layers follow the embedding, and whether the head follows them: not of parts of a model
-    (engine/model/parts/). `behind`: layers of the parts behind this one. `packed`: how the columns of matrices are stored where they are of few
-    bits, which is no fact of the model.
+    (engine/model/parts/). `behind`: layers of the parts behind this one. `packed`: how the
+    columns of matrices are stored where they are of few bits, which is no fact of the model.
     """
 
     architecture: str
