@@ -194,8 +194,9 @@ def _placement_flags(add: Callable) -> None:
         choices=("auto", "int8"),
         default="auto",
         help="with weights in few bits on a CPU: int8 rounds what a prompt multiplies by them to 8 "
-        "bits for every 32 columns, which is faster and moves answers two to four times as far as "
-        "weights in few bits do (docs/QUANTISATION.md; auto: 16 bits or more)",
+        "bits for every 32 columns, and its queries where the bank is int8, which is faster and "
+        "moves answers two to four times as far as weights in few bits do (docs/QUANTISATION.md; "
+        "auto: 16 bits or more)",
     )
     add(
         "--bank",

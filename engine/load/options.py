@@ -123,8 +123,8 @@ class Options:
     round float weights as they are read (int4 has a scale for every 32 columns, "int4:64" and
     "int4:128" for as many as they say), "float" to dequantise what is stored in few bits.
     activations: "int8" rounds what a prompt multiplies by weights of few bits, on a CPU, to 8 bits
-    for every 32 columns: faster, and coarser than such weights alone (docs/QUANTISATION.md); "auto"
-    never does.
+    for every 32 columns, and the queries that meet an int8 bank, under one scale each: faster, and
+    coarser than such weights alone (docs/QUANTISATION.md); "auto" never does.
     weights_offload: layers whose matrices lie in host memory and stream to the device in every
     pass: "auto" (on a GPU as many as a model needs that would not fit otherwise), "off", "all" or a
     number (docs/OFFLOAD.md). bank:

@@ -135,6 +135,9 @@ class StepRunner:
             sinks=model.sinks,
         )
         setup = replace(setup, activations=loaded.activations)
+        if loaded.activations == "int8":
+            softmax = tuple(replace(of, query_bits=8) for of in setup.softmax)
+            setup = replace(setup, softmax=softmax)
         read = partial(sampled, loaded, self.backend)
         setup = replace(setup, sample=read, across=loaded.across, over_heads=loaded.over_heads)
         if config.context is not None:

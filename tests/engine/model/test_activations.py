@@ -4,6 +4,8 @@ user asks for that, and nothing else changes.
 Stops: a default that rounds, an option that is taken and dropped, rows of it that pass for others.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,8 @@ from engine.model.share.divide import share_of
 from engine.model.tensors import random_stream
 from engine.ranks.weights.few_bits import require_whole_steps
 from engine.saved.model_key import model_key
+from kernels.launch.softmax import Softmax
+from kernels.prefill.native import rounds_queries
 from tests.builders import tiny_config
 
 LONG, SHORT = list(range(3, 90)), list(range(3, 30))  # a prompt is rounded from 32 rows on
@@ -61,6 +65,24 @@ def test_the_plan_and_the_runtime_know():
         assert session.runtime.setup.activations == "int8"
     with model().session() as session:
         assert session.runtime.setup.activations == "auto"
+
+
+@pytest.mark.parametrize("bank", ["int8", "model"])
+def test_queries_meet_an_int8_bank_in_8_bits(bank):
+    """Of a prompt, where the kernel does so; the control has the same model with 16 bits."""
+    llm = model(activations="int8", bank=bank, dtype="bfloat16")
+    found = []
+    for bits in (8, 16):
+        with llm.session() as session:
+            runtime = session.runtime
+            assert {of.query_bits for of in runtime.softmax} == {8}
+            runtime.softmax = tuple(replace(of, query_bits=bits) for of in runtime.softmax)
+            found.append(session.prefill(LONG).flatten().clone())
+    q, k = torch.empty(1, 4, 16, dtype=torch.bfloat16), torch.empty(2, 8, 16, dtype=torch.int8)
+    rounds = bank == "int8" and rounds_queries(q, k, Softmax(query_bits=8))  # x86 with VNNI
+    assert torch.equal(*found) != rounds and apart(*found) < 0.03
+    with model(bank=bank).session() as session:
+        assert {of.query_bits for of in session.runtime.softmax} == {16}
 
 
 def test_rows_of_one_are_no_rows_of_another(tmp_path):
