@@ -18,6 +18,7 @@ constexpr int COLUMNS = 256;  // of a depth: NR outputs of it are 16 KB (AVX2: 4
 constexpr int CELLS = COLUMNS / 4;
 constexpr int FOLDS = CELLS;  // of a depth, at most
 constexpr float LARGEST = 127;
+static_assert(MR <= 8, "rows are turned by eight");
 constexpr int KNOWN = 3;  // what a row knows of a fold: its step, the sum of its bytes, and that of its columns
 constexpr int RAISED = 128;
 
@@ -207,29 +208,77 @@ struct Rounded {
     }
 };
 
-// Columns of a depth from `first` on of row `row`, which is row r of a tile. summed: their sums are asked for.
+// What a row knows of a fold of its own, `own`.
+INLINE void know(const int8_t *own, float step, int of_fold, int32_t *known) {
+    int sum = 0;
+    for (int c = 0; c < 4 * of_fold; c++) sum += own[c];
+    const float shift = (float)sum * step;
+    memcpy(known + MR, &sum, 4), memcpy(known + 2 * MR, &shift, 4);
+}
+
+#if defined(__AVX2__)
+// Eight rows of eight cells become eight cells of eight rows.
+INLINE void turn_cells(__m256i *x) {
+    __m256i a[8], b[8];
+    UNROLL for (int i = 0; i < 8; i += 2)
+        a[i] = _mm256_unpacklo_epi32(x[i], x[i + 1]), a[i + 1] = _mm256_unpackhi_epi32(x[i], x[i + 1]);
+    UNROLL for (int i = 0; i < 8; i += 4)
+        UNROLL for (int k = 0; k < 2; k++) {
+            b[i + 2 * k] = _mm256_unpacklo_epi64(a[i + k], a[i + 2 + k]);
+            b[i + 2 * k + 1] = _mm256_unpackhi_epi64(a[i + k], a[i + 2 + k]);
+        }
+    UNROLL for (int i = 0; i < 4; i++) {
+        x[i] = _mm256_permute2x128_si256(b[i], b[4 + i], 0x20);
+        x[4 + i] = _mm256_permute2x128_si256(b[i], b[4 + i], 0x31);
+    }
+}
+#endif
+
+// Columns of a depth from `first` on of `rows` rows of a tile, the first of which is `row`. summed: their sums are
+// asked for.
 template <class F, int BITS>
-static void pack(const Product &p, int row, int r, int first, const Depth &d, bool summed, int32_t *to) {
+static void pack(const Product &p, int row, int rows, int first, const Depth &d, bool summed, int32_t *to) {
     const int all = d.folds * d.of_fold, per_group = GROUP / 4;
     for (int g = 0; g < all; g += per_group) {
-        alignas(64) int8_t bytes[GROUP];
-        const Rounded found(p, (long)row * p.inputs + first + 4 * g, p.inputs - first - 4 * g);
-        found.put<BITS>(bytes);
-        for (int i = g; i < g + per_group && i < all; i += d.of_fold) {
-            const int8_t *const own = bytes + 4 * (i - g);
-            int32_t *const fold = to + (long)(i / d.of_fold) * (d.of_fold + KNOWN) * MR;
-            int32_t *const known = fold + d.of_fold * MR + r;
-            for (int k = 0; k < d.of_fold; k++) {
-                int32_t cell;
-                memcpy(&cell, own + 4 * k, 4);
-                fold[k * MR + r] = F::raised ? cell ^ (int)0x80808080 : cell;
+        alignas(64) int8_t bytes[8][GROUP] = {};
+        float steps[8] = {};
+        for (int r = 0; r < rows; r++) {
+            const long at = (long)(row + r) * p.inputs + first + 4 * g;
+            // of the next depth: rows are too far apart for the machine to see it coming
+            __builtin_prefetch((const char *)p.x + (at + COLUMNS) * (p.kind == FLOAT32 ? 4 : 2));
+            const Rounded found(p, at, p.inputs - first - 4 * g);
+            found.put<BITS>(bytes[r]);
+            steps[r] = found.step;
+        }
+#if defined(__AVX2__)
+        if (d.of_fold == per_group) {
+            int32_t *const fold = to + (long)(g / per_group) * (per_group + KNOWN) * MR;
+            __m256i cells[8];
+            UNROLL for (int r = 0; r < 8; r++) {
+                cells[r] = _mm256_load_si256((const __m256i *)bytes[r]);
+                if (F::raised) cells[r] = _mm256_xor_si256(cells[r], _mm256_set1_epi8(-128));
             }
-            memcpy(known, &found.step, 4);
-            if (!summed) continue;
-            int sum = 0;
-            for (int c = 0; c < 4 * d.of_fold; c++) sum += own[c];
-            const float shift = (float)sum * found.step;
-            memcpy(known + MR, &sum, 4), memcpy(known + 2 * MR, &shift, 4);
+            turn_cells(cells);
+            // two numbers too many each, which what follows overwrites
+            UNROLL for (int k = 0; k < per_group; k++) _mm256_storeu_si256((__m256i *)(fold + k * MR), cells[k]);
+            _mm256_storeu_ps((float *)(fold + per_group * MR), _mm256_loadu_ps(steps));
+            for (int r = 0; summed && r < MR; r++) know(bytes[r], steps[r], per_group, fold + per_group * MR + r);
+            continue;
+        }
+#endif
+        for (int i = g; i < g + per_group && i < all; i += d.of_fold) {
+            int32_t *const fold = to + (long)(i / d.of_fold) * (d.of_fold + KNOWN) * MR;
+            int32_t *const known = fold + d.of_fold * MR;
+            for (int r = 0; r < MR; r++) {
+                const int8_t *const own = bytes[r] + 4 * (i - g);
+                for (int k = 0; k < d.of_fold; k++) {
+                    int32_t cell;
+                    memcpy(&cell, own + 4 * k, 4);
+                    fold[k * MR + r] = F::raised ? cell ^ (int)0x80808080 : cell;
+                }
+                memcpy(known + r, steps + r, 4);
+                if (summed) know(own, steps[r], d.of_fold, known + r);
+            }
         }
     }
 }
@@ -354,9 +403,8 @@ static void many_rows(const Product &p) {
         for (int n = 0; n < depths; n++) {
             const Depth &d = n + 1 < depths ? whole : last;
             int32_t *to = place(first, beside, n) + (long)(tile - first) * d.record;
-            if (tile * MR + MR > p.rows) memset(to, 0, d.record * 4);
-            for (int r = 0; r < MR && tile * MR + r < p.rows; r++)
-                pack<F, BITS>(p, tile * MR + r, r, n * COLUMNS, d, summed, to);
+            const int left = p.rows - tile * MR;
+            pack<F, BITS>(p, tile * MR, left < MR ? left : MR, n * COLUMNS, d, summed, to);
         }
     });
     share(p.threads, (long)blocks * strips, 1, [&](int work) {
