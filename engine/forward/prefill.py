@@ -108,8 +108,7 @@ def _through(
     x, more = model.begun(tokens) if x is None else model.unpacked(x)
     widest = max(config.heads_of(layer)[1] for layer in config.attending_layers)
     opening = _opening(model, runtime, start, tokens.shape[1], not shortens, backend)
-    newest: torch.Tensor | None = None
-    count = 0
+    newest = []
     for number, layer in model.turns():
         x, predicted = model.entered(number, x)
         mixed = _mixed(model, number, x, bank, start, advance, backend)
@@ -123,12 +122,8 @@ def _through(
         opens = layer.latent if number in opening else None
         half: Callable = pieces[0] if opens is None else partial(pre_attention, absorb=False)
         q, k, v, q_pre_rope = half(layer, x, *turns[number], *config.sizes_of(number))
-        queries = _newest(q_pre_rope, widest, opens)
-        if newest is None:
-            newest = empty((len(config.attending_layers), *queries.shape), queries)
-        copy_rows(newest[count], queries)
-        count += 1
-        del q_pre_rope, queries
+        newest.append(_newest(q_pre_rope, widest, opens))
+        del q_pre_rope
         if write:
             bank.write_chunk(number, k, v, start, backend)
         del k, v
@@ -145,12 +140,11 @@ def _through(
         attended = attended if mixed is None else beside(config, attended, mixed[:, -x.shape[1] :])
         x = pieces[1](layer, x, attended, config.rms_norm_eps)
         x = model.refined(number, x, None if more is None else more[:, :, number], predicted)
-    assert newest is not None and count == len(newest), "a layer that attends was left out"
     if not ends:
-        return model.packed(x, more), newest
+        return model.packed(x, more), torch.stack(newest)
     if every is not None:
         every(x, start)
-    return model.logits(x[:, -1]) if last_logits else None, newest
+    return model.logits(x[:, -1]) if last_logits else None, torch.stack(newest)
 
 
 def _mixed(
@@ -177,11 +171,16 @@ def _opening(
 
 
 def _newest(queries: torch.Tensor, widest: int, opens: LatentHeads | None) -> torch.Tensor:
-    """The newest queries before rotation; narrower heads end in zeros that nobody reads."""
+    """A copy of the newest queries before rotation, which outlives its layer; narrower heads end in
+    zeros that nobody reads.
+    """
     newest = queries[:, -MOST_WINDOW:]
     newest = newest if opens is None else opens.absorbed(newest)
     missing = widest - newest.shape[-1]
-    return F.pad(newest, (0, missing)) if missing else newest
+    newest = F.pad(newest, (0, missing)) if missing else newest
+    held = empty(tuple(newest.shape), newest)
+    copy_rows(held, newest)
+    return held
 
 
 def _attended(

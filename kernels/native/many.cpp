@@ -10,9 +10,10 @@
 namespace {
 
 constexpr int MR = 6, NV = W == 8 ? 2 : 4, NR = NV * W;  // a tile of sums in registers
-constexpr int MOST = 176, LEAST = 40;       // tiles of a block, whose sums stay in the second cache; of one that was cut
+constexpr int MOST = 176, LEAST = 40;       // tiles of a block: sums stay in the second cache; of one that was cut
 constexpr int SHARES = 12;                  // pieces that a thread begins with, where there are rows enough
 constexpr int DEPTH = W == 16 ? 128 : 256;  // cells of NR outputs: 32 KB (AVX2: 16)
+constexpr long CELL = 4;                    // bytes
 constexpr int AHEAD = 2 * W;                // cells of a weight's row that are fetched before they are laid across
 
 struct Call {
@@ -23,6 +24,13 @@ struct Call {
     int rows, outputs, inputs, threads, gated;
 };
 
+// A vector of cells wherever they lie.
+INLINE Floats bits_of(const char *from) {
+    Floats found;
+    memcpy(&found, from, sizeof found);
+    return found;
+}
+
 // A cell is what a tile multiplies at a time: one column in float32 ..
 template <class K>
 struct Singles {
@@ -31,7 +39,7 @@ struct Singles {
     static constexpr int columns = 1;
     static constexpr bool as_they_lie = K::bytes == 4;  // cells of weights
     INLINE Floats weights(const char *row, long i, int left) { return read_some<K>(row, i, left); }
-    INLINE Floats add(Floats sum, Floats weights, float x) { return sum + weights * x; }
+    INLINE Floats add(Floats sum, Floats weights, const char *x) { return sum + weights * Float32::first(x); }
     INLINE void write(void *to, long i, int left, Floats x) { write_some<K>(to, i, left, x); }
 };
 
@@ -43,16 +51,15 @@ struct Pairs {
     static constexpr int columns = 2;
     static constexpr bool as_they_lie = true;
     INLINE Floats weights(const char *row, long i, int left) {
-        if (left >= 2 * W) return load((const float *)(row + 2 * i));
-        alignas(64) char some[4 * W] = {};
+        if (left >= 2 * W) return bits_of(row + 2 * i);
+        char some[4 * W] = {};
         memcpy(some, row + 2 * i, 2 * left);
-        return load((const float *)some);
+        return bits_of(some);
     }
-    INLINE Floats add(Floats sum, Floats weights, float x) { return add_pairs(sum, weights, all_bits(x)); }
-    INLINE Floats all_bits(float x) {
+    INLINE Floats add(Floats sum, Floats weights, const char *x) {
         int32_t bits;
-        memcpy(&bits, &x, 4);
-        return (Floats)(Ints{} + bits);
+        memcpy(&bits, x, 4);
+        return add_pairs(sum, weights, (Floats)(Ints{} + bits));
     }
     INLINE void write(void *to, long i, int left, Floats x) {
         if (left >= W) *(Halves *)((uint16_t *)to + i) = narrow_halves(x);
@@ -104,7 +111,7 @@ template <class P, bool WHOLE>
 INLINE void lay_square(const char *const *rows, int k, int left, float *to) {
     Floats square[W];
     UNROLL for (int j = 0; j < W; j++)
-        square[j] = WHOLE ? load((const float *)(rows[j] + (long)k * P::Kind::bytes))
+        square[j] = WHOLE ? bits_of(rows[j] + (long)k * P::Kind::bytes)
                           : rows[j] ? P::weights(rows[j], k, left) : Floats{};
     turn_square(square);
     const int cells = cells_of<P>(left);
@@ -131,10 +138,10 @@ static void lay_across(const Strip &strip, int k, int count, float *to) {
     }
 }
 
-// x [MR][depth], rows `ahead` cells apart, times weights [depth][NR], added to sums `from` [MR][NR] or to
-// nothing: `to`.
+// x [MR][depth], cells whose rows are `ahead` bytes apart, times weights [depth][NR], added to sums `from` [MR][NR]
+// or to nothing: `to`.
 template <class P>
-__attribute__((noinline)) static void multiply_tile(const float *x, long ahead, const float *weights, int depth,
+__attribute__((noinline)) static void multiply_tile(const char *x, long ahead, const float *weights, int depth,
                                                     const float *from, float *to) {
     Floats sums[MR][NV];
     UNROLL for (int r = 0; r < MR; r++)
@@ -143,7 +150,7 @@ __attribute__((noinline)) static void multiply_tile(const float *x, long ahead, 
         Floats w[NV];
         UNROLL for (int v = 0; v < NV; v++) w[v] = load(weights + k * NR + v * W);
         UNROLL for (int r = 0; r < MR; r++) {
-            UNROLL for (int v = 0; v < NV; v++) sums[r][v] = P::add(sums[r][v], w[v], x[r * ahead + k]);
+            UNROLL for (int v = 0; v < NV; v++) sums[r][v] = P::add(sums[r][v], w[v], x + r * ahead + k * CELL);
         }
     }
     if (from) {
@@ -192,12 +199,12 @@ static int columns_of_depth(int inputs) {
 
 // A strip times rows first .. stop - 1; `next` is the strip whose weights are fetched at the end.
 template <class P>
-static void multiply_strip(const Strip &strip, const Strip &next, const float *x, int first, int stop) {
+static void multiply_strip(const Strip &strip, const Strip &next, const char *x, int first, int stop) {
     alignas(64) float sums[MOST * MR * NR], whole[MR * NR];
     alignas(64) float weights[DEPTH * NR], some[MR * DEPTH];
     const Call &c = strip.c;
     const int step = columns_of_depth<P>(c.inputs), tiles = (stop - first + MR - 1) / MR;
-    const long ahead = cells_of<P>(c.inputs), bytes = P::Kind::bytes;
+    const long ahead = (long)cells_of<P>(c.inputs) * CELL, bytes = P::Kind::bytes;
     for (int k = 0; k < c.inputs; k += step) {
         const int depth = c.inputs - k < step ? c.inputs - k : step, cells = cells_of<P>(depth);
         const bool last = k + step >= c.inputs;
@@ -208,14 +215,15 @@ static void multiply_strip(const Strip &strip, const Strip &next, const float *x
                 if (const char *row = Strip::row(last ? next : strip, i, bytes))
                     for (long b = 0; b < rest * bytes; b += 64) __builtin_prefetch(row + later * bytes + b, 0, 2);
             const int row = first + tile * MR, rows = stop - row < MR ? stop - row : MR;
-            const float *from = x + row * ahead + k / P::columns;
+            const char *from = x + row * ahead + k / P::columns * CELL;
             if (rows < MR) {  // those that are not there are the last one again
                 for (int r = 0; r < MR; r++)
-                    memcpy(some + r * cells, from + (r < rows ? r : rows - 1) * ahead, cells * sizeof(float));
-                from = some;
+                    memcpy(some + r * cells, from + (r < rows ? r : rows - 1) * ahead, cells * CELL);
+                from = (const char *)some;
             }
             float *const own = sums + tile * MR * NR;
-            multiply_tile<P>(from, rows < MR ? cells : ahead, weights, cells, k ? own : nullptr, last ? whole : own);
+            multiply_tile<P>(from, rows < MR ? cells * CELL : ahead, weights, cells, k ? own : nullptr,
+                             last ? whole : own);
             if (last && c.gated) finish<P, true>(strip, row, rows, whole);
             else if (last) finish<P, false>(strip, row, rows, whole);
         }
@@ -233,7 +241,7 @@ static int multiply(const Call &c) {
         const int first = work / strips * of_block * MR, strip = work % strips;
         const int stop = c.rows - first < of_block * MR ? c.rows : first + of_block * MR;
         multiply_strip<P>(Strip(c, strip), Strip(c, strip + 1 < strips ? strip + 1 : 0),
-                          lies ? (const float *)c.x : c.scratch, first, stop);
+                          lies ? c.x : (const char *)c.scratch, first, stop);
     });
     return 0;
 }
