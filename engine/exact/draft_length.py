@@ -18,7 +18,7 @@ FADE = 0.9  # what a cycle leaves of the counts before it: the last ten or so de
 PRIOR = 0.8  # acceptance that is assumed before any was seen
 WEIGHT = 2.0  # ... as if from so many drafts
 LEAN = 4.0  # drafts for which a position's rate is that of the one before it
-MARGIN = 1.02  # a change of length must promise so much more than staying
+MARGIN = 1.02  # a longer draft must promise so much more: what it costs is counted, not measured
 PROBE = 64  # steps of full attention between two looks at whether drafting pays again
 
 
@@ -66,13 +66,12 @@ class Acceptance:
 
 
 class DraftLength:
-    """Chooses the length of the next draft, with hysteresis. fixed: always this many; None: as many
-    as pay.
+    """Chooses the length of the next draft: the shortest of those that promise most, within MARGIN.
+    fixed: always this many; None: as many as pay.
     """
 
     def __init__(self, fixed: int | None = None, prior: float = PRIOR):
         self.fixed, self.acceptance = fixed, Acceptance(prior)
-        self.now = 0 if fixed is None else fixed
         self._idle = 0  # cycles without a draft since the last one
 
     def gain(self, drafts: int, cost: Callable[[int], float]) -> float:
@@ -86,14 +85,11 @@ class DraftLength:
         if self.fixed is not None:
             return min(self.fixed, most)
         gains = {d: self.gain(d, cost) for d in range(most + 1)}
-        best = max(gains, key=lambda d: gains[d])
-        stays = min(self.now, most)
-        if gains[best] > MARGIN * gains[stays] or gains[stays] < 1.0:
-            stays = best
-        self.now = stays
-        if stays:
+        enough = max(gains.values()) / MARGIN
+        length = next(d for d in gains if gains[d] >= enough)
+        if length:
             self._idle = 0
-            return stays
+            return length
         self._idle += 1
         if self._idle % PROBE == 0 and most and self._could_pay(cost):
             return 1

@@ -112,7 +112,7 @@ class ExactRunner(StepRunner):
         self._verify_steps: dict[tuple[int, bool], GraphedStep] = {}
         self._chosen: Chosen | None = None
         self._chose = True  # whether the cycle's first draft step chose
-        self._by_verifier: tuple[int, bool] = -1, False
+        self._by_verifier: tuple[int, bool | None] = -1, None  # of a region of tokens
         placement = bank.placement
         self._costs = ExactCosts.of(
             whole_of(loaded.config),
@@ -249,10 +249,10 @@ class ExactRunner(StepRunner):
             reached = self._by_drafter.acceptance.reached(
                 1 / CHOSEN_BEFORE if self._by_verifier[1] else 1.0
             )
-            given = self._costs, n, read, most, fixed, reached
+            given = self._costs, n, read, most, fixed, reached, self._by_verifier[1]
             on_host = any(map(self.bank.on_host, range(self.plan.num_layers)))
             self._by_verifier = region, not on_host and self._method.verifier_chooses(*given)
-        return self._by_verifier[1]
+        return bool(self._by_verifier[1])
 
     def _serves(self, n: int) -> bool:
         """Whether the cycle before has chosen for the one that the n-th token begins."""

@@ -38,6 +38,7 @@ from engine.plan.needs import Needs
 
 CHOOSERS = ("auto", "drafter", "verifier")
 DRAFT_WEIGHTS = ("model", "int8")
+SWITCH = 1.03  # who chooses what drafts read changes where that promises so much more
 MOST_DRAFTS = 7  # a step takes up to 8 tokens: the one that is fed, and its drafts
 
 
@@ -179,16 +180,19 @@ class Exact(Method):
         most: int,
         fixed: bool,
         reached: Sequence[float] = FOUR_IN_FIVE,
+        now: bool | None = None,
     ) -> bool:
-        """Whether verifications choose what drafts read at `context` tokens; the other arguments
-        are those of `costs.predicted`. Where layers lie in host memory, the drafter's steps do.
+        """Whether verifications choose what drafts read at `context` tokens. now: whether they do,
+        which changes for a gain of SWITCH; None: nobody has chosen yet. The other arguments are
+        those of `costs.predicted`. Where layers lie in host memory, the drafter's steps do.
         """
         if self.chooser == "drafter" or not self.method.chooses_verified or costs.offloaded:
             return False
         if self.chooser == "verifier":
             return True
         given = context, read, most, fixed, reached
-        return costs.predicted(*given, verifier=True)[1] > costs.predicted(*given)[1]
+        stays = 1.0 if now is None else SWITCH if now else 1 / SWITCH
+        return stays * costs.predicted(*given, verifier=True)[1] > costs.predicted(*given)[1]
 
     def validate(self, plan: LayerPlan) -> None:
         """Raise SettingError where the inner method has no sparse layer: nothing could draft."""

@@ -25,7 +25,8 @@ class CpuCosts:
     of weights (`attention`); weight: what a further token of a step adds to the weight products.
     choice: bytes that a dense layer reads while one filter layer's tokens are chosen and handed on.
     scored: what leaving the last token's scores adds to a layer of several tokens, beside one
-    token's. tiles: whether rows are read while tiles of four queries are computed, and weights meet
+    token's. kept: as row, of a draft in exact mode, whose rows lie far apart in a long bank; 0: as
+    row. tiles: whether rows are read while tiles of four queries are computed, and weights meet
     2, 4 or 8 tokens at a time; query is then a query's arithmetic beside reading its row.
     """
 
@@ -36,6 +37,7 @@ class CpuCosts:
     weight: float = 0.0
     choice: int = 0
     scored: float = 0.0
+    kept: float = 0.0
     tiles: bool = False
 
     def attention(self, group: int, tokens: int = 1) -> float:
@@ -89,7 +91,7 @@ COSTS = {
 _CHOICE = CpuCosts(filter=1.3, row=1.7, choice=1_000_000, scored=0.3)
 _PAIRS = {
     # a layer of 131,072 rows of 4 K/V heads of 64 takes hypot(4.7, 0.53 q) ms for q queries a head
-    2: replace(_CHOICE, query=0.113, kv=1.3, weight=0.14, tiles=True),
+    2: replace(_CHOICE, query=0.113, kv=1.3, weight=0.14, kept=2.4, tiles=True),
     4: replace(_CHOICE, query=0.12, kv=1.3, weight=0.17),
 }
 NATIVE = {

@@ -110,7 +110,7 @@ class ExactCosts:
             if chooses and role is not Role.SPARSE:
                 read += n * (f.filter if role is Role.FILTER else 1.0)
                 continue
-            read += n * f.row
+            read += n * (f.kept or f.row)
             if chooses and layer in self.offloaded:
                 read += n * MISSES * LINK
         return (self.drafted or self.weights) + self.row * read * f.attention(self.group)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine import Exact, Full, OmniKV, SamplingParams
+from engine.plan.layers import Role
 from engine.sampling.sampler import Sampler
 from tests.builders import random_ids, session_config, tiny_llm
 from tools.studies.exact import starts
@@ -48,8 +49,8 @@ def test_selections_of_verification_draft_too():
     llm, ids = model(), random_ids(170, 23, seed=3)
     with llm.session(Full()) as session:
         written = starts.answer(session, ids, 30)
-        for every in (False, True):
-            right = starts.accepted(session, METHOD, written, FrozenDrafts(every))
+        for roles in ((Role.FILTER,), tuple(Role)):
+            right = starts.accepted(session, METHOD, written, FrozenDrafts(*roles))
             assert right[0] == 0 and 0 < sum(right) < 7 * len(right)
 
 

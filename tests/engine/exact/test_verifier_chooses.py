@@ -218,4 +218,10 @@ def test_costs_say_who_chooses():
         one = costs.factors.attention(costs.group) * costs.row * 131072
         assert more == pytest.approx(3 * costs.factors.scored * one)
         assert costs.full(rows, 1, False) == costs.full(rows)
+        own, theirs = (costs.predicted(*given, verifier=v)[1] for v in (True, False))
+        for now in (True, False):
+            stays = 0.97 < own / theirs < 1.03
+            assert method.verifier_chooses(costs, *given, now=now) == (
+                now if stays else own > theirs
+            )
     assert chosen == {"llama-3.2-1b": [True, False], "deep": [True, False]}

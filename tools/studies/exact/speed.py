@@ -173,7 +173,9 @@ class _Seen:
     expected: float = 0.0
     verifier: int = 0
     counted: float = 0.0
-    length: DraftLength | None = None  # what "auto" has learnt outlives a change of settings
+    # what "auto" has learnt and chosen outlives a change of settings
+    length: DraftLength | None = None
+    chooser: tuple[int, bool | None] = -1, None
 
     def turn(self, session: Session, method: Exact, shares: Sequence[float], turn: int) -> None:
         """Run a cycle that begins, and STEPS that are timed."""
@@ -181,6 +183,7 @@ class _Seen:
         runner = session.runner
         assert isinstance(runner, ExactRunner)
         runner._by_drafter = self.length = self.length or runner._by_drafter
+        runner._by_verifier = self.chooser
         planted = Planted(session, shares, (0.5 + 7 * turn * GOLDEN) % 1)
         planted.cycle()
         planted.drafted = planted.verifier = 0
@@ -190,6 +193,7 @@ class _Seen:
         for _ in range(STEPS):
             planted.cycle()
         self.seconds.append((time.thread_time() - began) / STEPS)
+        self.chooser = runner._by_verifier
         self.cycles += STEPS
         self.drafted += planted.drafted
         self.expected += planted.expected
