@@ -28,6 +28,9 @@ from engine.model.rope import Rotary, apply_rope
 from engine.plan.layers import LayerPlan, tail_start
 from engine.plan.needs import BlockCache, Needs
 from engine.plan.placement import Placement, reserved_rows
+from kernels.attention.scratch import Scratch
+from kernels.chain.layers import Reading
+from kernels.launch.softmax import Softmax
 from kernels.layer.store import store_step
 from kernels.rows.forms import as_bytes, row_widths
 
@@ -113,6 +116,10 @@ class Bank(ABC):
     overwrites = False
     placement: Placement | None = None  # which layers do, and what they keep on the device
     recurrent: RecurrentState | None = None  # of the recurrent layers, where there are some
+    # whether a decode step finds all rows of every layer where `step_rows` says, and need tell
+    # nobody that it has read or written them
+    in_place = False
+    moves = 0  # how often rows have come to lie elsewhere
     room = 0  # rows of an offloaded layer that may be asked for at once (`gathered`)
     parts: tuple[Bank, ...] = ()  # the banks of a model's parts, each on its device
 
@@ -501,6 +508,47 @@ class Foresees(Protocol):
 
     def foresee(self, layer: int, q: torch.Tensor, step: Step) -> None:
         """Take the queries [B, Q, H, D] that the input of the layer before makes of `layer`."""
+        ...
+
+
+class Facts(Protocol):
+    """What `Reads` says of its session."""
+
+    @property
+    def scratch(self) -> Scratch:
+        """Buffers of the kernels."""
+        ...
+
+
+@runtime_checkable
+class Reads(Protocol):
+    """What a decode step asks of a runtime whose `attend` a call of C++ may stand for."""
+
+    @property
+    def setup(self) -> Facts:
+        """Facts of the session."""
+        ...
+
+    @property
+    def scale(self) -> float:
+        """Of logits."""
+        ...
+
+    @property
+    def softmax(self) -> Sequence[Softmax]:
+        """Of every layer."""
+        ...
+
+    def chained(self, layer: int) -> Reading | None:
+        """What `attend` of one query (`attend_local` in a sliding-window layer) does, for as long
+        as the runtime lives; None: more than a Reading says.
+        """
+        ...
+
+    def chained_at(self, n: int) -> tuple[int, int]:
+        """(where the tail of n tokens begins, how many layers choose before it), where some layers
+        choose.
+        """
         ...
 
 

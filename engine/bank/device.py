@@ -57,6 +57,8 @@ class DeviceBank(Bank):
     rows_alone: rings and the state of recurrent layers lie in another bank.
     """
 
+    in_place = True
+
     def __init__(
         self,
         config: ModelConfig,
@@ -207,6 +209,7 @@ class DeviceBank(Bank):
             for mine, theirs in zip(new[:2], held[:2]):
                 mine.copy_(theirs)
             self._small.add(layer)
+            self.moves += 1
             self._layers[layer] = new  # whole: an interrupt finds one layout or the other
         return self
 
@@ -231,6 +234,7 @@ class DeviceBank(Bank):
             mine.copy_(theirs)
 
     def close(self) -> None:
+        self.moves += 1
         self._layers, self._rings, self.recurrent = [], {}, None
 
     # ---------------------------------------------------------------- around a step

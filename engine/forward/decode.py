@@ -17,6 +17,7 @@ from engine.bank.base import Attends, Bank, Step
 from engine.bank.query_ring import QueryRing
 from engine.base.device import crossed, current
 from engine.forward.ahead.queries import foresee, foreseeing
+from engine.forward.chain.layers import LayerChain
 from engine.forward.layer import LayerForm, begin, enter, refine
 from engine.forward.recurrent.mixer import beside, recur_step
 from engine.forward.split.layers import torch_layer
@@ -37,16 +38,20 @@ class SequenceStep(NamedTuple):
 
 
 def step_together(
-    model: Llama, halves: LayerForm, sequences: Sequence[SequenceStep]
+    model: Llama,
+    halves: LayerForm,
+    sequences: Sequence[SequenceStep],
+    chain: LayerChain | None = None,
 ) -> torch.Tensor:
     """Run one step of independent sequences: float32 logits [B, Q, vocab], Q being the tokens of
     all sequences, in order; on the model's (first) device.
 
     Each weight is read once for all of them. Rotation, rows, selection and attention are each
-    sequence's own, in its own tensors, and cost the same as when it runs alone.
+    sequence's own, in its own tensors, and cost the same as when it runs alone. chain: of the only
+    sequence, where its layers run in fewer calls.
     """
     if not model.parts:
-        return _through(model, halves, sequences, None)
+        return _through(model, halves, sequences, None, chain)
     x: torch.Tensor | None = None
     for part in range(len(model.parts)):
         for one in sequences:
@@ -76,7 +81,11 @@ def part_of_step(
 
 
 def _through(
-    model: Llama, halves: LayerForm, sequences: Sequence[SequenceStep], x: torch.Tensor | None
+    model: Llama,
+    halves: LayerForm,
+    sequences: Sequence[SequenceStep],
+    x: torch.Tensor | None,
+    chain: LayerChain | None = None,
 ) -> torch.Tensor:
     """Run a step through the layers of a model, or of a part: from the tokens where x is None, to
     logits where the head follows.
@@ -87,9 +96,18 @@ def _through(
     else:
         x, more = model.unpacked(x)
     turns = [step.rotary.of_layers(step.positions) for step in steps]
-    seers = foreseeing([sequence.runtime for sequence in sequences])
+    chain = chain if chain is not None and chain.ready(steps[0]) else None
+    seers = foreseeing([sequence.runtime for sequence in sequences]) if chain is None else {}
     angles: dict[int, list[torch.Tensor]] = {}  # of each rope
+    done = 0  # layers that a chain has run
     for number, layer in model.turns():
+        if number < done:
+            continue
+        if chain is not None and (end := chain.end(number)):
+            x, done = chain(number, x, turns[0], steps[0]), end
+            if chain.finishes and end == len(model.layers):
+                return x  # logits
+            continue
         x, predicted = enter(halves, number, x)
         if seers:
             foresee(halves, number, x, seers, steps, turns)
@@ -134,6 +152,7 @@ class Decoder:
         self.model, self.rotary, self.runtime, self.query_ring = model, rotary, runtime, query_ring
         self._plain = torch_layer(model)
         self.halves = halves or self._plain
+        self._chain = LayerChain(model, self.halves, runtime, query_ring)
 
     def step(
         self,
@@ -149,9 +168,8 @@ class Decoder:
         kernels may look at, at least every length + Q (default: the bank's capacity).
         """
         halves = self.halves if tokens.numel() <= self.halves.most_rows else self._plain
-        return step_together(
-            self.model, halves, [self.sequence_step(tokens, lengths, bank, bucket)]
-        )
+        sequence = self.sequence_step(tokens, lengths, bank, bucket)
+        return step_together(self.model, halves, [sequence], self._chain)
 
     def sequence_step(
         self,
@@ -162,7 +180,9 @@ class Decoder:
     ) -> SequenceStep:
         """Return this runtime's part of a step; arguments as of `step`."""
         count, ring = tokens.shape[1], self.query_ring
-        positions = lengths.long().unsqueeze(1) + torch.arange(count, device=tokens.device)
+        positions = lengths.long().unsqueeze(1)
+        if count > 1:
+            positions = positions + torch.arange(count, device=tokens.device)
         rows = bucket or bank.capacity
         step = Step(positions, lengths + count, bank, rows, ring, self.rotary, tokens)
         if bank.parts:

@@ -4,9 +4,9 @@ residual. And those of a prompt's chunk, whose products are whatever is fastest 
 with norms, rotation and SwiGLU between them.
 
 Five calls a layer beside attention, where torch's operators are 60; latent attention has three
-more. They round where torch's operators round; only the order of sums differs. Of a family's own,
-some stays with torch's operators between these calls: what an MLP has that is no SwiGLU, factors,
-experts, streams.
+more. Of a step of one token engine/forward/chain/layers.py makes fewer. They round where torch's
+operators round; only the order of sums differs. Of a family's own, some stays with torch's
+operators between these calls: what an MLP has that is no SwiGLU, factors, experts, streams.
 """
 
 from __future__ import annotations
@@ -80,6 +80,16 @@ class NativeLayer:
         folded = 0.0 if model.dtype == torch.float32 else block.norm_offset
         self._offset = folded if block.wide_norm else None
         self._own_logits = config.block.logits == 1.0 and not config.block.logit_cap
+
+    @property
+    def norms(self) -> tuple[float, float | None]:
+        """(eps, offset) of norms, as `multiply` takes them."""
+        return self._eps, self._offset
+
+    @property
+    def head(self) -> Matrix | None:
+        """The matrix whose product with the normed x is the logits; None: more is done."""
+        return self.model.lm_head if self._own_logits else None
 
     def before(
         self,

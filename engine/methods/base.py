@@ -27,6 +27,8 @@ from engine.plan.prefill_time import PrefillFlops
 from kernels.attention.dense import decode_dense
 from kernels.attention.scratch import Scratch, ScratchShape, make_scratch
 from kernels.attention.sparse import decode_sparse
+from kernels.chain.layers import Reading
+from kernels.launch.dispatch import NATIVE
 from kernels.launch.softmax import Softmax
 from kernels.prefill.dense import prefill_dense
 from kernels.prefill.window import prefill_window
@@ -409,6 +411,20 @@ class Runtime:
     def attend(self, layer: int, q: torch.Tensor, step: Step) -> torch.Tensor:
         """Attention of a decode step. q [B, Q, H, D] rotated -> [B, Q, H, D]."""
         return self.attend_dense(layer, q, step)
+
+    def chained(self, layer: int) -> Reading | None:
+        """As Reads: this class's own `attend` and `attend_local` read everything they may see. A
+        class that has others says what those do, or that nobody may stand for them.
+        """
+        own = type(self)
+        local = layer in self.setup.config.local_layers
+        same = own.attend is Runtime.attend and own.attend_dense is Runtime.attend_dense
+        same = own.attend_local is Runtime.attend_local if local else same
+        return Reading() if same and self.setup.backend in NATIVE else None
+
+    def chained_at(self, n: int) -> tuple[int, int]:
+        """As Reads: nothing is chosen."""
+        return 0, 0
 
     def attend_dense(
         self,

@@ -67,13 +67,13 @@ class NativeExperts:
         count, (kind, limit, alpha) = len(first), activation
         self.dtype, self.per_token = router.dtype, per_token
         self._product = Product(router, bias)
-        arrays = [(ctypes.c_void_p * count)(*(p.at for p in held)) for held in (first, last)]
+        arrays = [(ctypes.c_void_p * count)(*(p.address for p in held)) for held in (first, last)]
         wide = [None if t is None else t.float().contiguous() for t in (correction, factors)]
         self._held = first, last, arrays, wide  # the kernels have their addresses only
         given = (None if t is None else t.data_ptr() for t in wide)
         at = (ctypes.addressof(array) for array in arrays)
         numbers = count, per_token, normalise, ACTIVATIONS.index(kind)
-        self._mixture = _Mixture(self._product.at, *at, *given, *numbers, limit, alpha)
+        self._mixture = _Mixture(self._product.address, *at, *given, *numbers, limit, alpha)
 
     @staticmethod
     def takes(router: torch.Tensor, products: Sequence[Product], per_token: int) -> bool:

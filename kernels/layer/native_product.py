@@ -24,7 +24,7 @@ PAIRED_ROWS = 16
 
 
 class _Matrix(ctypes.Structure):
-    """`Matrix` of product.cpp."""
+    """`Matrix` of matrix.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
@@ -56,7 +56,7 @@ class Product:
         pointer = None if bias is None else bias.data_ptr()
         kind = FLOATS[weight.dtype]
         self._matrix = _Matrix(weight.data_ptr(), pointer, kind, self.outputs, self.inputs)
-        self.at = ctypes.addressof(self._matrix)  # of the struct that kernels take
+        self.address = ctypes.addressof(self._matrix)  # of the struct that kernels take
         paired = weight.dtype == torch.bfloat16 and isa() in ("avx512_bf16", "amx", "neon_bf16")
         usual = PAIRED_ROWS if paired else ROWS.get(isa(), ARM_ROWS)
         self.most_rows = usual if most is None else most
@@ -85,7 +85,7 @@ class Product:
         kept = torch.float32 if wide else self.dtype
         out = torch.empty((*x.shape[:-1], outputs), dtype=kept)
         code = _function()(
-            self.at,
+            self.address,
             x.data_ptr(),
             None if norm is None else norm.data_ptr(),
             eps,

@@ -383,40 +383,48 @@ INLINE void turn_back(float *x, int dim) {
     }
 }
 
-// Merge the splits of one head: out and the log-sum-exps.
+// Merge the splits of one query row of a head: out and the log-sum-exp.
 template <class V>
-static void merge(const Call &c, int head) {
+static void merge(const Call &c, int head, int r) {
     const int rows = c.queries * c.group, splits = splits_of(c, seen(c, head));
     const long size = (long)rows * (c.dim + 2);
     const float *part = c.parts + (long)head * splits_of(c, c.visited) * size;
-    for (int r = 0; r < rows; r++) {
-        float top = -INFINITY, sum = 0;
-        for (int s = 0; s < splits; s++) {
-            const float m = part[s * size + (long)rows * c.dim + r];
-            top = m > top ? m : top;
-        }
-        float *out = c.out ? c.out + ((long)head * rows + r) * c.dim : nullptr;
-        if (out) memset(out, 0, sizeof(float) * c.dim);
-        const float base = top == -INFINITY ? 0 : top;
-        for (int s = 0; s < splits; s++) {
-            const float *one = part + s * size, *best = one + (long)rows * c.dim;
-            const float weight = expf(best[r] - base);
-            sum += best[rows + r] * weight;
-            for (int d = 0; out && d < c.dim; d += W)
-                store(out + d, load(out + d) + load(one + (long)r * c.dim + d) * weight);
-        }
-        c.lse[(long)head * rows + r] = top + logf(sum);
-        if (!out) continue;
-        for (int d = 0; d < c.dim; d++) out[d] = sum > 0 || sum != sum ? out[d] / sum : 0;
-        if (Decoded<V>::turned) turn_back(out, c.dim);
+    float top = -INFINITY, sum = 0;
+    for (int s = 0; s < splits; s++) {
+        const float m = part[s * size + (long)rows * c.dim + r];
+        top = m > top ? m : top;
     }
+    float *out = c.out ? c.out + ((long)head * rows + r) * c.dim : nullptr;
+    if (out) memset(out, 0, sizeof(float) * c.dim);
+    const float base = top == -INFINITY ? 0 : top;
+    for (int s = 0; s < splits; s++) {
+        const float *one = part + s * size, *best = one + (long)rows * c.dim;
+        const float weight = expf(best[r] - base);
+        sum += best[rows + r] * weight;
+        for (int d = 0; out && d < c.dim; d += W)
+            store(out + d, load(out + d) + load(one + (long)r * c.dim + d) * weight);
+    }
+    c.lse[(long)head * rows + r] = top + logf(sum);
+    if (!out) return;
+    for (int d = 0; d < c.dim; d++) out[d] = sum > 0 || sum != sum ? out[d] / sum : 0;
+    if (Decoded<V>::turned) turn_back(out, c.dim);
+}
+
+constexpr long MERGED = 1 << 14;  // floats of splits that another thread is not woken for
+
+// Merge the splits of all heads.
+template <class V>
+static void merge(const Call &c) {
+    const int rows = c.queries * c.group;
+    const bool many = (long)splits_of(c, c.visited) * c.heads * rows * (c.dim + 2) > MERGED;
+    share(many ? c.threads : 1, (long)c.heads * rows, 1, [&](long i) { merge<V>(c, i / rows, i % rows); });
 }
 
 template <class K, class V>
 static void attend(const Call &c) {
     const int splits = splits_of(c, c.visited), work = splits * c.heads;
     share(c.threads, work, 1, [&](int i) { attend_split<K, V>(c, i / splits, i % splits); });
-    for (int head = 0; head < c.heads; head++) merge<V>(c, head);
+    merge<V>(c);
 }
 
 }  // namespace

@@ -236,7 +236,7 @@ static int attend_together(const Call &c) {
         if (!attend_lanes<K, V>(c, i / splits, i % splits)) lacking = 1;
     });
     if (lacking) return 2;
-    for (int head = 0; head < c.heads; head++) merge<V>(c, head);
+    merge<V>(c);
     return 0;
 }
 

@@ -49,6 +49,7 @@ SOURCES = (
     "integers.cpp",
     "kept.cpp",
     "lanes.cpp",
+    "layers.cpp",
     "latent.cpp",
     "learn.cpp",
     "many.cpp",

@@ -1,6 +1,7 @@
 // Products of 1 to 8 rows with a weight of floats, a block of outputs at a time: with the norm before it and
 // what follows it (bias, SwiGLU, residual). Each weight is read once, as it is stored; sums are float32.
 #pragma once
+#include "matrix.h"
 #include "norm.h"
 #include "team.h"
 
@@ -39,11 +40,6 @@ struct Pairs {
     INLINE void keep(uint16_t *to, Floats x) { Kept<BFloat16>::write(to, x); }
 };
 #endif
-
-struct Matrix {
-    const void *weight, *bias;  // [outputs, inputs], [outputs] or NULL
-    int kind, outputs, inputs;  // one of kinds.h
-};
 
 struct ProductCall {
     const Matrix *matrix;

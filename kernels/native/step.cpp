@@ -2,6 +2,7 @@
 // decode step the rotation of q and k with the store of K, V and the queries before rotation, for a prompt's
 // chunk the rotation alone, what lies between gate, up and down, and rows that are copied.
 #include "norm.h"
+#include "rotation.h"
 #include "team.h"
 
 namespace {
@@ -36,22 +37,6 @@ static void make_unit(char *x, int rows, int size, float eps) {
     }
 }
 
-struct Call {
-    char *qkv;               // [batch, queries, heads + 2 * kv_heads, dim]; heads are normed in place
-    const float *cos, *sin;  // [batch, queries, pairs]
-    char *out;               // [batch, queries, heads, dim]: rotated q
-    char *k, *v;             // rows of the bank, [batch, kv_heads, rows, dim]; v NULL: V is K, and qkv has none
-    long key_batch, key_head, key_row, value_batch, value_head, value_row;  // strides in bytes
-    char *ring;                // [batch, slots, heads, dim]: q before rotation
-    const int64_t *positions;  // [batch, queries]
-    int batch, queries, heads, kv_heads, dim, pairs, slots;
-    int first, count;  // the bank's rows are a ring of `count` from row `first` on, held twice; 0: no ring
-    float eps;
-    const char *q_norm, *k_norm;  // [dim] or NULL: what each head of q and k is normed and scaled by first
-    Wide wide;
-    int unit;  // whether each head of v is divided by its root mean square first
-};
-
 // The pairs (i, i + pairs) turned, in float32, as torch rounds; what lies behind them stays.
 template <class K>
 INLINE void turn(const char *head, const float *cos, const float *sin, int pairs, int dim, char *out) {
@@ -66,7 +51,7 @@ INLINE void turn(const char *head, const float *cos, const float *sin, int pairs
 }
 
 template <class K>
-static void rotate_store(const Call &c) {
+static void rotate_store(const Rotation &c) {
     const long size = (long)c.dim * K::bytes, all_heads = c.heads + (c.v ? 2 : 1) * c.kv_heads;
     for (int token = 0; token < c.batch * c.queries; token++) {
         const int b = token / c.queries;
@@ -100,7 +85,7 @@ struct Rows {
     char *out;               // [tokens, heads + kv_heads, dim]: rotated q and k
     int tokens, angles, all, heads, kv_heads, dim, pairs, threads;
     float eps;
-    const char *q_norm, *k_norm;  // as in Call
+    const char *q_norm, *k_norm;  // as in Rotation
     Wide wide;
 };
 
@@ -160,7 +145,7 @@ extern "C" int omnikv_normalize(const char *x, const char *weight, char *out, in
     OF_KIND(kind, NORMALIZE);
 }
 
-extern "C" int omnikv_rotate_store(const Call *c, int kind) {
+extern "C" int omnikv_rotate_store(const Rotation *c, int kind) {
 #define ROTATE(K) (rotate_store<K>(*c), 0)
     OF_KIND(kind, ROTATE);
 }
@@ -179,4 +164,4 @@ extern "C" void omnikv_copy_rows(const Copy *c) { copy_rows(*c); }
 
 extern "C" int omnikv_sizeof_step_copy() { return sizeof(Copy); }
 extern "C" int omnikv_sizeof_step_rows() { return sizeof(Rows); }
-extern "C" int omnikv_sizeof_step_call() { return sizeof(Call); }
+extern "C" int omnikv_sizeof_step_call() { return sizeof(Rotation); }

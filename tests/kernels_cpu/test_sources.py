@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import kernels.chain.layers
 import kernels.index.choose
 import kernels.index.learn
 import kernels.index.step

@@ -16,6 +16,7 @@ from engine import LLM, Full, OmniKV
 from engine.base.errors import SettingError
 from engine.base.figures import brief
 from engine.methods.controls.brutal_offload import BrutalOffload
+from engine.methods.omnikv import OmniKVRuntime
 from engine.methods.registry import methods
 from engine.plan.layers import Role
 from engine.plan.placement import part_bytes
@@ -205,6 +206,7 @@ def test_a_wrong_path_is_not_timed(capsys, monkeypatch):
         return out if backend == "reference" else out.roll(1, -1)
 
     monkeypatch.setattr(engine.methods.omnikv.runtime, "decode_sparse", wrong)
+    monkeypatch.setattr(OmniKVRuntime, "chained", lambda *_: None)  # else C++ calls the kernel
     code, out, data = run(capsys, "--peers", "none", "--no-split")
     cells = {c["name"]: c for c in data["cells"] if c["test"] == "tg"}
     assert code == 1 and data["failed_checks"] == 2
@@ -535,6 +537,7 @@ def test_verify_sees_a_wrong_selection(monkeypatch):
         )
 
     monkeypatch.setattr(engine.methods.base, "select_topk", wrong)
+    monkeypatch.setattr(OmniKVRuntime, "chained", lambda *_: None)  # else C++ calls the kernel
     contestant = Engine("omnikv", tiny_llm(omnikv()), 700)
     with pytest.raises(Mismatch, match="selection at 700 tokens"):
         verify(contestant)

@@ -55,7 +55,7 @@ FLOORS = (
     ("engine.plan", "engine.sampling"),
     ("engine.model", "engine.text", "engine.evidence"),
     ("engine.base",),
-    ("kernels.experts", "kernels.index"),
+    ("kernels.chain", "kernels.experts", "kernels.index"),
     ("kernels.select", "kernels.prefill", "kernels.quant", "kernels.kept", "kernels.sketch"),
     ("kernels.attention", "kernels.layer", "kernels.recurrent"),
     ("kernels.rows", "kernels.ranks"),

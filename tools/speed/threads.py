@@ -23,7 +23,7 @@ import torch
 from engine import Full
 from engine.forward.native_layer import multiply, natively
 from engine.session.session import Session
-from kernels.attention.native import attend
+from kernels.attention.native import SPLIT, attend
 from kernels.native import team
 from tools.bench.run import engine_bytes
 from tools.common.program import progress
@@ -143,8 +143,10 @@ def calls_of(session: Session, n: int, rounds: int) -> dict[str, Call]:
     }
     with torch.inference_mode():
         took = _timed(works, len(layers), rounds)
+        pieces = {name: _pieces(work) for name, work in works.items()}
+        pieces["attention"] = config.num_kv_heads * -(-n // SPLIT)  # its last call merges them
         return {
-            name: Call(1 if name == HEAD else len(layers), took[name], _pieces(work), read[name])
+            name: Call(1 if name == HEAD else len(layers), took[name], pieces[name], read[name])
             for name, work in works.items()
         }
 

@@ -28,6 +28,7 @@ class NearBank(DeviceBank):
     """
 
     lacks = overwrites = True
+    in_place = False
 
     def __init__(
         self,

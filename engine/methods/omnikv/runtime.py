@@ -17,6 +17,8 @@ from engine.methods.omnikv.settings import Settings
 from engine.plan.layers import BY_DESIGN, Role, tail_start
 from engine.plan.prefill_time import PrefillFlops
 from kernels.attention.sparse import decode_sparse
+from kernels.chain.layers import Reading
+from kernels.launch.dispatch import NATIVE
 from kernels.select.window_scores import window_scores
 
 
@@ -97,6 +99,24 @@ class OmniKVRuntime(Runtime):
                 step.bank.fetch(self._members(layer), self.index[group], self.counts[group])
             return out
         return self.attend_dense(layer, q, step)
+
+    def chained(self, layer: int) -> Reading | None:
+        """As Reads; layers that choose by a window of queries, or beside sinks, do more."""
+        if type(self) is not OmniKVRuntime or self.setup.backend not in NATIVE:
+            return None
+        role = self.plan.roles[layer]
+        if role is Role.SPARSE:
+            group = self._group(layer)
+            return Reading(self.index[group], self.counts[group])
+        if role is Role.FILTER and self.plan.groups[self._group(layer)].serves:
+            if self.window or self.method.sink or self.setup.across is not None:
+                return None
+            group = self._group(layer)
+            return Reading(self.index[group], self.counts[group], self.method.kind, self.scores)
+        return Reading()
+
+    def chained_at(self, n: int) -> tuple[int, int]:
+        return tail_start(n, self.method.tail), self.k
 
     def _group(self, layer: int) -> int:
         group = self.plan.group_of[layer]

@@ -1,0 +1,121 @@
+// Layers of a decode step of one token, one behind another in one call. They call what Python calls piece by
+// piece, and tell it the same, so bits are the same; but between two pieces nobody waits for Python, whose code
+// and objects a layer of many rows has driven out of the caches: 25 microseconds a piece, up to 80 then.
+#include "call.h"
+#include "matrix.h"
+#include "rotation.h"
+
+extern "C" int omnikv_product(const Matrix *matrix, const char *x, const char *norm, float eps, const char *residual,
+                              char *out, int rows, int gated, int wide, int threads, int wide_norm, float offset);
+extern "C" int omnikv_rotate_store(const Rotation *c, int kind);
+extern "C" int omnikv_attend_heads(const Call *c, int kind, const char *q, char *out, int q_kind);
+extern "C" void omnikv_head_most(const float *logits, const float *lse, int lists, int heads, long ahead, int rows,
+                                 int threads, float *scores, long apart);
+extern "C" void omnikv_topk(const float *scores, long stride, int rows, int columns, const int32_t *lo,
+                            const int32_t *hi, const int32_t *k, int32_t *out, int room, int32_t *counts);
+
+namespace {
+
+enum Choice { READS = 0, SOFTMAX = 1, RAW = 2 };  // what a layer's scores are, where it chooses
+
+struct Layer {
+    const Matrix *qkv, *o, *gate_up, *down;
+    const char *input_norm, *post_norm, *q_norm, *k_norm;  // or NULL
+    char *k, *v, *ring;                                    // [kv_heads, rows, dim] twice; [slots, heads, dim]
+    long key_head, key_row, value_head, value_row;         // strides in bytes
+    int32_t *index, *count;  // what it chooses, or what was chosen for it; NULL: neither, it reads everything
+    int heads, kv_heads, dim, slots;
+    int window, size;        // it sees so many tokens, in a ring of `size` rows that is held twice; 0: all tokens
+    int choice;              // of Choice
+    int angles;              // which of the step's
+    float scale, cap;        // of logits
+};
+
+struct Angles {
+    const float *cos, *sin;  // [pairs]
+    long pairs;
+};
+
+struct Step {
+    const Layer *layers;
+    const Angles *angles;
+    const Matrix *head;                            // what makes logits behind the last layer
+    const char *head_norm, *x;                     // [hidden]
+    char *out;                                     // [hidden]: x behind the last layer, and between two
+    float *found;                                  // logits [vocab], or NULL: x is all that is asked for
+    char *qkv, *q, *attended, *mixed;              // a layer's own
+    float *lse, *parts, *logits, *scores;          // of attention; the last two of layers that choose
+    const int64_t *position;
+    long n, tail;                                  // tokens, the new one too; where the tail of them begins
+    int budget, room;                              // tokens to choose; places of an index
+    int kind, hidden, split, threads;
+    float eps;
+    Wide norms;
+};
+
+static int multiply(const Step &s, const Matrix *m, const char *x, const char *norm, const char *residual, char *out,
+                    int gated, int wide = 0) {
+    return omnikv_product(m, x, norm, s.eps, residual, out, 1, gated, wide, s.threads, s.norms.norm, s.norms.offset);
+}
+
+static int rotate(const Step &s, const Layer &l) {
+    const Angles &turn = s.angles[l.angles];
+    Rotation r = {};
+    r.qkv = s.qkv, r.cos = turn.cos, r.sin = turn.sin, r.out = s.q, r.k = l.k, r.v = l.v;
+    r.key_head = l.key_head, r.key_row = l.key_row, r.value_head = l.value_head, r.value_row = l.value_row;
+    r.ring = l.ring, r.positions = s.position;
+    r.batch = r.queries = 1, r.heads = l.heads, r.kv_heads = l.kv_heads, r.dim = l.dim;
+    r.pairs = (int)turn.pairs, r.slots = l.slots, r.count = l.size;
+    r.eps = s.eps, r.q_norm = l.q_norm, r.k_norm = l.k_norm, r.wide = s.norms;
+    return omnikv_rotate_store(&r, s.kind);
+}
+
+// Rows first .. n - 1 of those that lie one behind another, and before them what was chosen.
+static int attend(const Step &s, const Layer &l) {
+    const bool chosen = l.index && l.choice == READS;
+    long first = chosen ? s.tail : 0, stop = s.n;
+    if (l.window) {
+        first = s.n > l.window ? s.n - l.window : 0;
+        stop = first % l.size + (s.n - first), first %= l.size;
+    }
+    const int kept = chosen ? *l.count : 0;
+    Call c = {};
+    c.k = l.k, c.v = l.v;
+    c.key_head = l.key_head, c.key_row = l.key_row, c.value_head = l.value_head, c.value_row = l.value_row;
+    c.index = kept ? l.index : nullptr, c.lse = s.lse, c.parts = s.parts;
+    c.logits = l.choice == READS ? nullptr : s.logits;
+    c.heads = l.kv_heads, c.queries = 1, c.group = l.heads / l.kv_heads, c.dim = l.dim;
+    c.kept = kept, c.start = (int)first, c.visited = (int)(kept + stop - first), c.ahead = c.visited;
+    c.split = s.split, c.threads = s.threads, c.shared = 1, c.scale = l.scale, c.cap = l.cap, c.unit = 1;
+    return omnikv_attend_heads(&c, s.kind, s.q, s.attended, s.kind);
+}
+
+static void choose(const Step &s, const Layer &l) {
+    const int rows = (int)s.n, lo = 0, hi = (int)s.tail, k = s.budget;
+    omnikv_head_most(s.logits, l.choice == SOFTMAX ? s.lse : nullptr, 1, l.heads, rows, rows, s.threads, s.scores, 0);
+    omnikv_topk(s.scores, rows, 1, rows, &lo, &hi, &k, l.index, s.room, l.count);
+}
+
+static int run(const Step &s, const Layer &l, const char *x) {
+    if (const int found = multiply(s, l.qkv, x, l.input_norm, nullptr, s.qkv, 0)) return found;
+    if (const int found = rotate(s, l)) return found;
+    if (const int found = attend(s, l)) return found;
+    if (l.choice != READS) choose(s, l);
+    // rows of a residual are read where they are written
+    if (const int found = multiply(s, l.o, s.attended, nullptr, x, s.out, 0)) return found;
+    if (const int found = multiply(s, l.gate_up, s.out, l.post_norm, nullptr, s.mixed, 1)) return found;
+    return multiply(s, l.down, s.mixed, nullptr, s.out, s.out, 0);
+}
+
+}  // namespace
+
+// Layers first .. stop - 1, and the head where logits are asked for. Returns 0, 1 for a kind that this build lacks, or 2 without memory.
+extern "C" int omnikv_layers(const Step *s, int first, int stop) {
+    const char *x = s->x;
+    for (int i = first; i < stop; i++, x = s->out)
+        if (const int found = run(*s, s->layers[i], x)) return found;
+    return s->found ? multiply(*s, s->head, x, s->head_norm, nullptr, (char *)s->found, 0, 1) : 0;
+}
+
+extern "C" int omnikv_sizeof_chained_layer() { return sizeof(Layer); }
+extern "C" int omnikv_sizeof_chained_step() { return sizeof(Step); }

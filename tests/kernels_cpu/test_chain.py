@@ -1,0 +1,85 @@
+"""Layers in one call of C++ against the same kernels called one by one from Python, to the bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.attention.scratch import ScratchShape, make_scratch
+from kernels.chain.layers import Chain, Now, Reading, by_calls, chains, some_layers
+from kernels.launch.softmax import Softmax
+from kernels.native.library import missing
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+BOUND = 1100  # rows: more than a thread takes at a time
+ROOM = 40  # places of an index
+
+
+def run(dtype, chained, n, tail, budget, kind, window, cap, offset, cut, threads):
+    """A chain of four layers, or its calls: (x, and all that it leaves)."""
+    generator = torch.Generator().manual_seed(n + budget)
+    index, counts = torch.full((1, 1, ROOM), -1, dtype=torch.int32), torch.zeros(1).int()
+    scores = torch.zeros(1, BOUND)
+    readings = [
+        Reading(),
+        Reading(index, counts, kind, scores),
+        Reading(index, counts),
+        Reading(),
+    ]
+    layers = some_layers(dtype, BOUND, generator, readings)
+    layers = [replace(layer, softmax=Softmax(cap)) for layer in layers]
+    size = BOUND // 2
+    layers[3] = replace(layers[3], window=window, size=size if window else 0, q_norm=None)
+    layers[3] = replace(layers[3], k_norm=None, angles=1)
+    angles = [(torch.rand(1, 1, p, generator=generator),) * 2 for p in (16, 6)]
+    now = Now(n, tail, budget, torch.tensor([[n - 1]]), angles)
+    x = torch.randn(1, 1, 48, generator=generator).to(dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        if chained:
+            shape = ScratchShape(1, 1, 4, 2, 32, BOUND, scored=True, dtype=dtype)
+            scratch = make_scratch(shape, torch.device("cpu"))
+            chain = Chain(layers, dtype, 1e-5, offset, None, BOUND, scratch)
+            x = chain(chain(x, 0, cut, now), cut, 4, now) if cut else chain(x, 0, 4, now)
+        else:
+            x = by_calls(layers, x, now, 1e-5, offset)
+    finally:
+        torch.set_num_threads(before)
+    left = [part for layer in layers for part in (layer.k, layer.v, layer.ring)]
+    return [x, counts, index[..., : int(counts)], scores[:, :n], *left]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    n=st.sampled_from([1, 2, 63, 64, 65, 127, 511, 512, 513, 1021, 1024, 1025, 1100]),
+    tail=st.sampled_from([1, 64, 500]),
+    budget=st.sampled_from([0, 1, 7, ROOM, 90]),
+    kind=st.sampled_from(["softmax", "raw"]),
+    window=st.sampled_from([0, 1, 37, 500]),
+    cap=st.sampled_from([0.0, 3.0]),
+    offset=st.sampled_from([None, 1.0]),
+    cut=st.sampled_from([0, 1, 3]),
+    threads=st.sampled_from([1, 2]),
+)
+def test_a_chain_leaves_the_bits_of_its_calls(
+    dtype, n, tail, budget, kind, window, cap, offset, cut, threads
+):
+    given = n, max(0, n - tail), budget, kind, window, cap, offset, cut
+    found = run(dtype, True, *given, threads)
+    expected = run(dtype, False, *given, 1)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    assert found[1] == min(budget, ROOM, max(0, n - tail))
+
+
+def test_what_a_chain_takes():
+    """Floats of its own dtype under whole vectors, and no sinks."""
+    rows = torch.zeros(2, 8, 32)
+    assert chains(rows, rows, Softmax(3.0))
+    assert not chains(rows, rows, Softmax(0.0, torch.zeros(4)))
+    assert not chains(rows.to(torch.int8), rows.to(torch.int8), Softmax())
+    assert not chains(rows[..., :20], rows[..., :20], Softmax())
