@@ -350,13 +350,18 @@ static void meet(const Call &c, Work<K, M> &w, int first, int at, int t, int cou
         }
     }
     Fading fadings[T];
+    Floats shares = {};
     for (int r = 0; r < T; r++) {  // first, since a row's largest is long in coming
         const Span seen = seen_of(c, first + (at + r) / c.group, t, count);
         fadings[r] = measured<M>(c, w, w.logits + r * NEAR, tops[r], seen, at + r);
+        if (M::whole) shares[r] = fadings[r].behind;  // on x86, where W is above R
     }
+    if (M::whole) shares = exponentials(shares);
     float steps[T];
-    for (int r = 0; r < T; r++)
-        steps[r] = soften<M, X>(w, w.logits + r * NEAR, fadings[r], at + r, w.weights + r * (NEAR / M::step));
+    for (int r = 0; r < T; r++) {
+        typename M::Element *const to = w.weights + r * (NEAR / M::step);
+        steps[r] = soften<M, X>(w, w.logits + r * NEAR, fadings[r], M::whole ? shares[r] : 1, at + r, to);
+    }
     for (long d = 0; d < w.wide; d += PANEL) {
         typename M::Sums sums[T][N];
         multiply<M, T>(w.weights, NEAR / M::step, w.values + d * (NEAR / M::step), NEAR / M::step, w.starts, sums);

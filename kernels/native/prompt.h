@@ -121,10 +121,13 @@ struct Exponential {
 #endif
 };
 
-// How a row's logits of one block become weights: exp(x * unit - from), which count `share` of what they say.
-// less: what is left of the row's sums so far.
+// Not inlined, so that all who call it get the same bits.
+static __attribute__((noinline)) Floats exponentials(Floats x) { return exponential(x); }
+
+// How a row's logits of one block become weights: exp(x * unit - from), which count exp(behind) of what they
+// say. less: what is left of the row's sums so far.
 struct Fading {
-    float unit, from, share, less;
+    float unit, from, behind, less;
 };
 
 // Of a row's logits x, of which the largest are `top`; what it does not see becomes -inf.
@@ -152,12 +155,12 @@ INLINE Fading measured(const Call &c, Rows &w, float *x, Floats top, Span seen, 
     // whole numbers reach as far as they can in every block
     const float from = M::whole && here > -INFINITY ? here : base;
     w.best[at] = now;
-    return {unit, from, from == base ? 1 : expf(from - base), best == now ? 1 : expf(best - base)};
+    return {unit, from, from - base, best == now ? 1 : expf(best - base)};
 }
 
-// Weights of the row's logits, with its new sum. Returns their scale.
+// Weights of the row's logits, with its new sum; share: exp(behind). Returns their scale.
 template <class M, class X>
-INLINE float soften(Rows &w, const float *x, const Fading &fading, int at, typename M::Element *to) {
+INLINE float soften(Rows &w, const float *x, const Fading &fading, float share, int at, typename M::Element *to) {
     const Exponential<M::whole> weight(fading.unit, fading.from);
     const float less = fading.less;
     Floats added = {};
@@ -168,10 +171,10 @@ INLINE float soften(Rows &w, const float *x, const Fading &fading, int at, typen
         if (X::scaled) M::keep(one, two, load(w.value_scale + i), load(w.value_scale + i + W), to, i);
         else M::keep(one, two, all(1), all(1), to, i);
     }
-    w.sum[at] = w.sum[at] * less + added_up(added) * fading.share;
+    w.sum[at] = w.sum[at] * less + added_up(added) * share;
     if (less != 1)
         for (long d = 0; d < w.wide; d += W) store(w.out + at * w.wide + d, load(w.out + at * w.wide + d) * less);
-    return M::whole ? fading.share * w.value_step : 1;
+    return M::whole ? share * w.value_step : 1;
 }
 
 // Write what the rows of queries from `first` on ended in.

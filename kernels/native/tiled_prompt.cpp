@@ -224,7 +224,8 @@ INLINE void soften_row(const Call &c, Work<M> &w, int first, int tile, int r, in
     }
     typename M::Element *const to = (typename M::Element *)(p.weights + r / 16 * TILE + r % 16 * TILE_BYTES);
     const Fading fading = measured<M>(c, w, x, top, seen_of(c, first + at / c.group, t, count), at);
-    p.steps[r] = soften<M, typename M::Row>(w, x, fading, at, to);
+    const float share = M::whole ? exponentials(all(fading.behind))[0] : 1;
+    p.steps[r] = soften<M, typename M::Row>(w, x, fading, share, at, to);
 }
 
 // All tiles of rows of a unit from `tile` on meet the block of keys that is packed: visited rows from t on.
