@@ -146,10 +146,10 @@ class DeviceBank(Bank):
         stop = start + k.shape[1]
         self._enlarge(layer, stop, start)
         new_k = stored_keys(k, bank_k, backend).transpose(1, 2)
-        copy_rows(bank_k[:, :, start:stop], new_k)
+        copy_rows(bank_k[:, :, start:stop], new_k, backend)
         if bank_v is not bank_k:
             new_v = stored(v, bank_v, backend).transpose(1, 2)
-            copy_rows(bank_v[:, :, start:stop], new_v)
+            copy_rows(bank_v[:, :, start:stop], new_v, backend)
 
     def _enlarge(self, layer: int, length: int, written: int) -> None:
         """Put a layer into large pages once a session of `length` tokens is worth them; `written`

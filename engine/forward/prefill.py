@@ -122,7 +122,7 @@ def _through(
         opens = layer.latent if number in opening else None
         half: Callable = pieces[0] if opens is None else partial(pre_attention, absorb=False)
         q, k, v, q_pre_rope = half(layer, x, *turns[number], *config.sizes_of(number))
-        newest.append(_newest(q_pre_rope, widest, opens))
+        newest.append(_newest(q_pre_rope, widest, opens, backend))
         del q_pre_rope
         if write:
             bank.write_chunk(number, k, v, start, backend)
@@ -170,7 +170,9 @@ def _opening(
     return range((config.num_layers - (not whole)) * config.latent.expands(*given))
 
 
-def _newest(queries: torch.Tensor, widest: int, opens: LatentHeads | None) -> torch.Tensor:
+def _newest(
+    queries: torch.Tensor, widest: int, opens: LatentHeads | None, backend: str
+) -> torch.Tensor:
     """A copy of the newest queries before rotation, which outlives its layer; narrower heads end in
     zeros that nobody reads.
     """
@@ -179,7 +181,7 @@ def _newest(queries: torch.Tensor, widest: int, opens: LatentHeads | None) -> to
     missing = widest - newest.shape[-1]
     newest = F.pad(newest, (0, missing)) if missing else newest
     held = empty(tuple(newest.shape), newest)
-    copy_rows(held, newest)
+    copy_rows(held, newest, backend)
     return held
 
 

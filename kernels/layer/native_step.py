@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from kernels.launch.dispatch import NATIVE
 from kernels.layer.norm import normalize_rows_ref
 from kernels.layer.prompt_fused import rotate_rows_ref, swiglu_rows_ref
 from kernels.layer.rotate_store import rotate_store_ref
@@ -184,14 +185,15 @@ def swiglu_rows(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def copy_rows(to: torch.Tensor, source: torch.Tensor) -> None:
+def copy_rows(to: torch.Tensor, source: torch.Tensor, backend: str = "auto") -> None:
     """Copy rows source [B, H, n, D] to `to`, of the same shape: on a CPU by the team of threads
-    where both are of one dtype and D lies together; else by torch, whose own threads have to be
-    woken.
+    where both are of one dtype and D lies together; else, and where the backend names torch, by
+    torch, whose own threads have to be woken.
     """
     alike = to.dtype == source.dtype and to.shape == source.shape and to.dim() == 4
     lies = to.stride(-1) == 1 == source.stride(-1) and to.device.type == "cpu" == source.device.type
-    if not (alike and lies and to.numel() and usable()) or torch.compiler.is_compiling():
+    ours = backend in NATIVE and alike and lies and to.numel() and not torch.compiler.is_compiling()
+    if not (ours and usable()):
         to.copy_(source)
     else:
         _copy_rows(to, source)

@@ -407,6 +407,7 @@ def test_wrong_tiles_are_noticed(vectors, tmp_path):
 @pytest.fixture
 def on_amx(made, monkeypatch):
     """A CPU with AMX, as far as Python sees, whose library is the reference."""
+    library.native()  # of all other kernels
     monkeypatch.setattr(isa, "isa", lambda: "amx")
     for place in (kernels.prefill.native, kernels.layer.linear, strips, library):
         monkeypatch.setattr(place, "isa", lambda: "amx")
