@@ -25,6 +25,7 @@ import kernels.prefill.native
 import kernels.quant.linear
 import kernels.quant.native
 from engine.load import loaded
+from engine.load.options import Options
 from kernels.launch import isa
 from kernels.launch.softmax import PLAIN, Softmax
 from kernels.layer.linear import pack_linear
@@ -445,11 +446,10 @@ def test_tiles_run_only_where_they_are_asked_for(on_amx):
     names = amx.in_use()
     assert "a prompt's attention in tiles" in names and "products in tiles" in names
     on_amx.setattr(loaded, "matrices", lambda model: [])
-    assert loaded._held("auto", None).startswith("auto, ") and names[0] in loaded._held(
-        "auto", None
-    )
+    given = Options()
+    assert loaded._held(given, None).startswith("auto, ") and names[0] in loaded._held(given, None)
     on_amx.delenv("OMNIKV_AMX")
-    assert loaded._held("auto", None) == "auto"
+    assert loaded._held(given, None) == "auto"
 
 
 def test_what_the_self_test_finds_wrong_is_not_used(on_amx):
