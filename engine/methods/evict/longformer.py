@@ -14,7 +14,7 @@ sees everything before it, so that nothing may go until it has been read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -268,7 +268,7 @@ class LongformerRuntime(WindowedRuntime):
             query = torch.tensor([at], device=q.device)
             rows = self.seen(query, where, gap, window)[0].nonzero().int()
             given = rows.view(1, -1), len(rows), k.shape[1]
-            out, lse = attend(q[0], k, v, self.scale, *given, softmax=Softmax(softmax.cap))
+            out, lse = attend(q[0], k, v, self.scale, *given, softmax=replace(softmax, sinks=None))
             return softmax.sunk(out, lse)[0][None].to(q.dtype)
         rows = torch.arange(k.shape[1], device=q.device)
         return self._masked(q, k, v, where, rows, at, gap, window, softmax)

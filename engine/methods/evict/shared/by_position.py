@@ -257,7 +257,7 @@ class WindowedRuntime(EvictingRuntime):
             some = q[:, first : first + BLOCK]
             stop = older + first + some.shape[1]
             keys, values = k[None, :, sinks:stop], v[None, :, sinks:stop]
-            given = window, self.scale, self.setup.backend, Softmax(softmax.cap)
+            given = window, self.scale, self.setup.backend, replace(softmax, sinks=None)
             near, lse = prefill_window_lse(some, keys, values, older + first - sinks, *given)
             at = torch.arange(start + first, start + first + some.shape[1], device=q.device)
             sunk = k[:, :sinks], v[:, :sinks], at, sinks, window, softmax
@@ -361,7 +361,7 @@ class WindowedRuntime(EvictingRuntime):
         """
         rows = (positions[sinks:] > at - window).nonzero().int().add_(sinks)
         count, stop = len(rows), k.shape[1]
-        capped = Softmax(softmax.cap)  # the model's own sinks join at the end, once
+        capped = replace(softmax, sinks=None)  # the model's own sinks join at the end, once
         given = rows.view(1, -1), count, stop
         near, lse = attend(q[0], k, v, self.scale, *given, softmax=capped)
         sunk = k[:, :sinks], v[:, :sinks], torch.tensor([at]), sinks, window, softmax
