@@ -364,3 +364,9 @@ def _exact_flags(add: Callable) -> None:
         help="with --exact: draft N tokens before each verification, 0 to 7, or as many as pay "
         "(default auto)",
     )
+    add(
+        "--draft-weights",
+        choices=("model", "int8"),
+        help="with --exact on a CPU: int8 drafts by a copy of the weights in 8 bits, which the plan "
+        "counts; the text stays full attention's by the model's own (default model)",
+    )

@@ -83,11 +83,11 @@ def method_of(args: argparse.Namespace, pocket: bool) -> Method | None:
     leaves the choice to the model. As `_method_of`.
     """
     method = _method_of(args, pocket)
-    if args.draft is not None and not args.exact:
-        raise SettingError("draft: belongs to --exact, which was not given")
-    if not args.exact:
-        return method
-    return Exact(method or OmniKV(), draft="auto" if args.draft is None else args.draft)
+    given = {name: getattr(args, name) for name in ("draft", "draft_weights")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and not args.exact:
+        raise SettingError(f"{next(iter(given))}: belongs to --exact, which was not given")
+    return Exact(method or OmniKV(), **given) if args.exact else method
 
 
 def exact_with(method: Method, settings: dict[str, object]) -> Exact:
@@ -161,7 +161,7 @@ def flag_named(message: str, given: Collection[str] = ()) -> str:
         *FLAG_OF,
         *("draft", "threads", "chunk", "device", "devices", "split", "dtype", "offload", "compile"),
         *("gpus", "weights", "activations", "bank", "rope", "beyond", "forever", "savepoints"),
-        "weights_offload",
+        *("weights_offload", "draft_weights"),
     }
     if not colon or field not in known:
         return message

@@ -61,6 +61,7 @@ ASKED = [
     ("--sink 4", {"sink": 4}),
     ("--exact --tokens 64", {"draft": "auto"}),
     ("--exact --draft 3 --dense-below 0", {"draft": 3}),
+    ("--exact --draft-weights int8", {"draft_weights": "int8"}),
     ("--no-calibrate", {}),
 ]
 
@@ -73,7 +74,7 @@ def flags_of(parser, titles=None):
 
 def test_every_flag_that_says_what_runs_is_in_both_programs_and_in_this_table():
     shared = flags_of(chat_flags.parser(), SHARED)
-    assert len(shared) == 36 and not shared - flags_of(serve.parser())
+    assert len(shared) == 37 and not shared - flags_of(serve.parser())
     tried = {word for flags, _ in ASKED for word in flags.split() if word.startswith("--")}
     assert shared - tried == {"--calibrate"}  # refused: see below
     helps = [
@@ -120,6 +121,7 @@ def test_flags_of_other_engines_are_no_aliases_and_ours_exist():
     "flags, words",
     [
         ("--draft 3", "--draft: belongs to --exact"),
+        ("--draft-weights int8", "--draft-weights: belongs to --exact"),
         ("--method quest --set colour=blue", "--set colour: quest has no such setting"),
         ("--tokens 64 --share 0.5", "expected at most one of"),
         ("--selector best", "expected one of last, exponential, uniform"),
