@@ -367,6 +367,6 @@ def _exact_flags(add: Callable) -> None:
     add(
         "--draft-weights",
         choices=("model", "int8"),
-        help="with --exact on a CPU: int8 drafts by a copy of the weights in 8 bits, which the plan "
-        "counts; the text stays full attention's by the model's own (default model)",
+        help="with --exact on a CPU: int8 drafts by a copy of the weights in 8 bits, which the "
+        "plan counts; the text stays full attention's by the model's own (default model)",
     )
