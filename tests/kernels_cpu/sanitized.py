@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-import kernels.index.choose  # registers its self-test, as do the others
+import kernels.chain.layers  # registers its self-test, as do the others
+import kernels.experts.native_rows
+import kernels.index.choose
 import kernels.index.learn
 import kernels.index.step
 import kernels.kept.noisy

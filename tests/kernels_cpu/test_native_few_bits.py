@@ -19,12 +19,14 @@ from kernels.quant import native
 from kernels.quant.matrix import Quantised, packed_nibbles
 from kernels.quant.native import PARTS, Panels, held_as_panels, panel_bytes, product
 from kernels.quant.rounding import to_int4, to_int8
+from tests.kernels_cpu.parts import part
 
 pytestmark = pytest.mark.skipif(bool(library.missing()), reason=library.missing())
 
 SETS = sorted({next(iter(library.own_sets())), isa()})
 if isa() in library.SETS and isa() != "avx2":
     SETS.append("whole")  # numbers, in every build
+SOURCES = "few_bits.cpp", "integers.cpp", "rounded.cpp"
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True)
 
 
@@ -33,8 +35,8 @@ def compiled(request):
     """The library for an instruction set, in place of this machine's."""
     with pytest.MonkeyPatch.context() as patch:
         whole = request.param == "whole"
-        patch.setattr(library, "isa", lambda: isa() if whole else request.param)
-        made = library._loaded()
+        own = whole or request.param == isa()
+        made = library.native() if own else part(request.param, *SOURCES)
         patch.setattr(native, "loaded", lambda: made)
         if whole:
             patch.setattr(native, "prefers_integers", lambda made: True)

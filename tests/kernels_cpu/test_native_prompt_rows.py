@@ -21,6 +21,7 @@ from kernels.rows import hadamard
 from kernels.rows.forms import FORMS, floats, stored_key_floats
 from tests.kernels.support.kernel_checks import EPSILON, plain
 from tests.kernels.support.packed_rows import scales_of
+from tests.kernels_cpu.parts import part
 
 pytestmark = pytest.mark.skipif(bool(library.missing()), reason=library.missing())
 FORM = FORMS[torch.int8]
@@ -35,8 +36,8 @@ SETS = sorted({next(iter(library.own_sets())), isa()})
 def compiled(request):
     """The library for an instruction set, in place of this machine's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "isa", lambda: request.param)
-        made = library._loaded()
+        own = request.param == isa()
+        made = library.native() if own else part(request.param, "prefill.cpp")
         patch.setattr(kernels.prefill.native, "loaded", lambda: made)
         yield request.param
 

@@ -15,7 +15,6 @@ PROGRAMS = (
     "chats",
     "duo_gates",
     "exact.cli",
-    "family_threads",
     "forgetting",
     "heavy_channels",
     "own_heads",

@@ -92,7 +92,7 @@ def measure(
         for name in names
         if name in (*REAL, *coarse.NAMES)
     }
-    rows = [Row(name, Tally(name, "float32", 0, "")) for name in names]
+    rows = [Row(name, Tally(name, "auto", "float32", 0, "")) for name in names]
     assert plain.tokenizer is not None
     half, left = length // 2, tokens
     for text in texts(plain.tokenizer, "held-out", length, -(-tokens // (half - 1)), kinds):

@@ -91,7 +91,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.studies.family_threads", description=(__doc__ or "").split(":")[0]
+        prog="python -m tests.programs.family_threads", description=(__doc__ or "").split(":")[0]
     )
     parser.add_argument("names", nargs="*", metavar="FAMILY", help="families (default: all)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024], help="of prompts")

@@ -1,12 +1,12 @@
-"""Families on one thread and on all: every family is built and measured, and a bad name is told.
+"""Families on one thread and on all: a row has its figures, and a bad name is told.
 
 Stops: a family whose sizes no longer make a model.
 """
 
 import pytest
 
+from tests.programs import family_threads
 from tools.families.models import configuration
-from tools.studies import family_threads
 
 pytest.importorskip("transformers")
 
@@ -17,10 +17,9 @@ def test_a_row_has_every_figure(capsys):
     assert row.startswith("| llama |") and row.count("(") == 4
 
 
-@pytest.mark.parametrize("name", family_threads.FAMILIES)
-def test_every_family_is_described(name):
-    config = configuration(name, **family_threads.FAMILIES[name])
-    assert config.hidden_size == 768
+def test_every_family_is_described():
+    for name, sizes in family_threads.FAMILIES.items():
+        assert configuration(name, **sizes).hidden_size == 768
 
 
 def test_an_unknown_family_is_told(capsys):
