@@ -546,8 +546,8 @@ class Reads(Protocol):
         ...
 
     def chained_at(self, n: int) -> tuple[int, int]:
-        """(where the tail of n tokens begins, how many layers choose before it), where some layers
-        choose.
+        """Where some layers choose: (where the tail of n tokens begins, how many of those before it
+        are chosen).
         """
         ...
 

@@ -36,10 +36,10 @@ from engine.model.share.matrix import Joined
 from kernels.layer.linear import Linear
 from kernels.layer.native_latent import by_head, latent_heads, reads_latent
 from kernels.layer.native_step import (
+    act_rows,
     normalize_rows,
     rotate_rows,
     rotate_store,
-    swiglu_rows,
     usable,
 )
 from kernels.quant.linear import QuantisedLinear
@@ -335,7 +335,7 @@ def multiply(
         return multiply_few_bits(x, matrix.panels, matrix.bias, residual, gated, kept)
     y = matrix(x)
     if gated:
-        y = swiglu_rows(y)
+        y = act_rows(y)
     if residual is not None:
         y = residual + y
     return y.float() if wide else y

@@ -222,7 +222,6 @@ class Setup:
     no model; across: select_topk over the heads of all ranks (engine/ranks/merge.py); over_heads:
     gives a number of every query head for those of a rank's own; gathered: gives a tensor of every
     rank, [ranks, ...], where each holds the rows of its own tokens; None: of one process.
-    activations: as of Options: "int8" where a prompt may be multiplied in 8 bits.
     """
 
     config: ModelConfig
@@ -239,7 +238,6 @@ class Setup:
     across: Callable[..., None] | None = None
     over_heads: Callable[[torch.Tensor], torch.Tensor] | None = None
     gathered: Callable[[torch.Tensor], torch.Tensor] | None = None
-    activations: str = "auto"
 
     @classmethod
     def of(

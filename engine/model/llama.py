@@ -585,9 +585,9 @@ def assemble(
     lives. A tied lm_head may come in few bits, before an embedding in few bits. form, few_bits: how
     floats and few bits are held, as pack_linear and pack_quantised say. rounds: so too, of the
     matrices of layers. head_twice: hold a tied lm_head beside the embedding, in the form that is
-    fastest. stacked: hold a layer's experts in
-    one tensor, from which the device chooses. keep: makes of each matrix of a layer, by its
-    target's name, what is kept of it. head_on: where a tied lm_head has its own memory.
+    fastest. stacked: hold a layer's experts in one tensor, from which the device chooses. keep:
+    makes of each matrix of a layer, by its target's name, what is kept of it. head_on: where a tied
+    lm_head has its own memory.
     """
     experts = config.experts if stacked else None
     stacks = None if experts is None else Stacks(experts, config.hidden_size, dtype)

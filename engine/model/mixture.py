@@ -21,12 +21,13 @@ from kernels.experts.choose import best_experts
 from kernels.experts.mix import mix_experts, mixes
 from kernels.experts.native_experts import ROWS as NATIVE_ROWS
 from kernels.experts.native_experts import NativeExperts
-from kernels.experts.native_rows import act_rows, add_rows, moves_rows, take_rows
+from kernels.experts.native_rows import add_rows, moves_rows, take_rows
 from kernels.experts.open import SILU, Activation, activated
 from kernels.experts.route import Routing, route_experts, router_logits
 from kernels.experts.stack import Stack
 from kernels.layer.gemv import MOST_ROWS
 from kernels.layer.linear import Linear, pack_linear
+from kernels.layer.native_step import act_rows
 from kernels.quant.linear import QuantisedLinear, pack_quantised
 from kernels.quant.matrix import Quantised
 from kernels.quant.words import Words
@@ -227,7 +228,7 @@ class Mixture:
                 return product(x, gated=True)
             if (strips := matrix.strips(x)) is not None:
                 return strips(x, gated=True)
-        return act_rows(matrix(x), activation)
+        return act_rows(matrix(x), *activation)
 
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose experts for rows [T, hidden]: (weights in their dtype, numbers int64), both

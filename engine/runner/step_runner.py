@@ -134,7 +134,6 @@ class StepRunner:
             backend=self.backend,
             sinks=model.sinks,
         )
-        setup = replace(setup, activations=loaded.activations)
         if loaded.activations == "int8":
             softmax = tuple(replace(of, query_bits=8) for of in setup.softmax)
             setup = replace(setup, softmax=softmax)

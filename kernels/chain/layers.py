@@ -262,8 +262,8 @@ def by_calls(
     eps: float,
     offset: float | None = None,
 ) -> torch.Tensor:
-    """What a Chain computes, a call of Python each; arguments alike, and norms'
-    eps and offset. Returns x behind them. Mutates what a Chain mutates.
+    """What a Chain of these layers computes of x [1, 1, hidden], a call of Python each. eps and
+    offset: of norms. Returns x [1, 1, hidden] behind them. Mutates what a Chain mutates.
     """
     lengths, tail, budget = (torch.tensor([m], dtype=torch.int32) for m in now[:3])
     for layer in layers:
@@ -298,7 +298,9 @@ def by_calls(
 def some_layers(
     dtype: torch.dtype, rows: int, generator: torch.Generator, readings: Sequence[Reading]
 ) -> list[ChainedLayer]:
-    """Small layers of random weights, and random rows of theirs, for tests."""
+    """Small layers for tests, one for each reading: random weights of 48 columns, 4 query heads
+    over 2 K/V heads of 32, and `rows` random rows k, v [2, rows, 32].
+    """
     heads, kv_heads, dim, hidden, inner = 4, 2, 32, 48, 80
 
     def draw(*size: int) -> torch.Tensor:

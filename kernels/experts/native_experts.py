@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from kernels.experts.choose import best_experts
 from kernels.experts.open import SILU, Activation, activated
 from kernels.layer.native_product import Product
+from kernels.layer.native_step import ACTIVATIONS
 from kernels.native.kinds import FLOATS
 from kernels.native.library import Binding, Case, check, loaded
 
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped", "relu2")  # as experts.cpp numbers them
 CHOSEN = 64  # experts that a row may choose there
 ROWS = 8  # of a call
 

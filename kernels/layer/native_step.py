@@ -19,6 +19,8 @@ from kernels.layer.rotate_store import rotate_store_ref
 from kernels.native.kinds import FLOATS
 from kernels.native.library import Binding, Case, loaded
 
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped", "relu2")  # as activation.h numbers them
+
 
 class _Call(ctypes.Structure):
     """`Call` of step.cpp."""
@@ -173,15 +175,21 @@ def rotate_rows(
     return out
 
 
-def swiglu_rows(gate_up: torch.Tensor) -> torch.Tensor:
-    """Compute silu(gate) * up of gate_up [..., 2 N], as kernels/layer/prompt_fused.py does: [...,
-    N], new.
+def act_rows(
+    made: torch.Tensor, kind: str = "silu", limit: float = 0.0, alpha: float = 0.0
+) -> torch.Tensor:
+    """Apply what lies between an MLP's matrices to made [..., 2 N], gate and up, or [..., N]
+    without a gate ("relu2"): [..., N], new.
+
+    kind, limit, alpha: as Activation of kernels/experts/open.py. Rounded to the dtype after the
+    gate's activation and at the end.
     """
-    gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
-    out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype)
-    given = gate_up.data_ptr(), out.data_ptr(), FLOATS[gate_up.dtype]
-    rows = gate_up.numel() // (2 * size)
-    _functions()["swiglu_rows"](*given, rows, size, torch.get_num_threads())
+    made, inputs = made.contiguous(), made.shape[-1]
+    size = inputs if kind == "relu2" else inputs // 2
+    out = torch.empty(*made.shape[:-1], size, dtype=made.dtype)
+    given = made.data_ptr(), out.data_ptr(), FLOATS[made.dtype], made.numel() // inputs, inputs
+    activation = ACTIVATIONS.index(kind), limit, alpha
+    _functions()["act_rows"](*given, torch.get_num_threads(), *activation)
     return out
 
 
@@ -214,11 +222,11 @@ def _steps(rows: torch.Tensor | None) -> tuple[int, ...]:
 
 @functools.cache
 def _functions() -> dict[str, ctypes._NamedFuncPointer]:
-    names = "normalize", "rotate_store", "rotate_rows", "swiglu_rows", "copy_rows"
+    names = "normalize", "rotate_store", "rotate_rows", "act_rows", "copy_rows"
     found = {name: getattr(loaded(), f"omnikv_{name}") for name in names}
     pointers, number, real = [ctypes.c_void_p] * 3, ctypes.c_int, ctypes.c_float
     found["normalize"].argtypes = [*pointers, *[number] * 3, real, number, real, number]
-    found["swiglu_rows"].argtypes = [*pointers[:2], *[number] * 4]
+    found["act_rows"].argtypes = [*pointers[:2], *[number] * 5, real, real]
     return found
 
 
@@ -249,7 +257,7 @@ def _cases() -> Iterator[Case]:
             for turn, of in ((rotate_rows, (4, 2)), (rotate_rows_ref, (6,)))
         )
         yield f"a chunk's rotation in {dtype}", found, expected, dtype
-        yield f"SwiGLU in {dtype}", swiglu_rows(narrow), swiglu_rows_ref(narrow), dtype
+        yield f"SwiGLU in {dtype}", act_rows(narrow), swiglu_rows_ref(narrow), dtype
         held = torch.zeros(1, 4, 3, 64, dtype=dtype)
         _copy_rows(held[:, :, 1:], narrow[:, :, :4].transpose(1, 2))
         expected = F.pad(narrow[:, :, :4].transpose(1, 2), (0, 0, 1, 0))

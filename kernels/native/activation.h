@@ -1,4 +1,4 @@
-// What lies between an expert's two matrices (kernels/experts/open.py).
+// What lies between the matrices of an MLP, or of an expert (kernels/experts/open.py).
 #pragma once
 #include "rounding.h"
 

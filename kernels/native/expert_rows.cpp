@@ -1,6 +1,6 @@
-// Rows of a prompt's chunk on their way through a mixture of experts: those of an expert are taken together, go
-// through its activation, and what they become is added to them.
-#include "activation.h"
+// Rows of a prompt's chunk on their way through a mixture of experts: those of an expert are taken together, and
+// what they become is added to them.
+#include "rounding.h"
 #include "team.h"
 
 namespace {
@@ -13,7 +13,6 @@ struct Call {
     const float *shares;   // [count]
     char *out;             // see below
     int count, inputs, threads;
-    Activation acts;
 };
 
 static int threads_of(const Call &c) { return (long)c.count * c.inputs > MANY ? c.threads : 1; }
@@ -41,25 +40,6 @@ static int add(const Call &c) {
     return 0;
 }
 
-// out [count, inputs / 2, or inputs]: the activation of x [count, inputs].
-template <class K>
-static int act(const Call &c) {
-    const bool turns = c.acts.kind == CLAMPED, alone = c.acts.kind == SQUARED;
-    const int width = alone ? c.inputs : c.inputs / 2;
-    share(threads_of(c), c.count, 8, [&](long i) {
-        const char *from = c.x + i * c.inputs * K::bytes;
-        for (int j = 0; j < width; j += W) {
-            const int left = width - j;
-            Floats gate = read_some<K>(from, turns ? 2 * j : j, turns ? 2 * left : left), up = {};
-            if (turns && 2 * left > W) up = read_some<K>(from, 2 * j + W, 2 * left - W);
-            if (turns) take_turns(gate, up);
-            else if (!alone) up = read_some<K>(from, width + j, left);
-            write_some<K>(c.out + i * width * K::bytes, j, left, acted<K>(c.acts, gate, up));
-        }
-    });
-    return 0;
-}
-
 }  // namespace
 
 // Each returns 0, or 1 for a kind that this build lacks.
@@ -71,11 +51,6 @@ extern "C" int omnikv_take_expert_rows(const Call *c, int kind) {
 extern "C" int omnikv_add_expert_rows(const Call *c, int kind) {
 #define ADD(K) add<K>(*c)
     OF_KIND(kind, ADD);
-}
-
-extern "C" int omnikv_act_expert_rows(const Call *c, int kind) {
-#define ACT(K) act<K>(*c)
-    OF_KIND(kind, ACT);
 }
 
 extern "C" int omnikv_sizeof_expert_rows_call() { return sizeof(Call); }

@@ -31,7 +31,7 @@ struct Call {
 INLINE float rank_of(float x) { return x == x ? x : INFINITY; }
 
 // The best of `ranks`: the lower number among equals.
-static void take_best(float *ranks, const Mixture &m, int *numbers) {
+static void take_best(const float *ranks, const Mixture &m, int *numbers) {
     for (int i = 0; i < m.per_token; i++) {
         int best = -1;
         for (int e = 0; e < m.count; e++) {

@@ -1,6 +1,7 @@
 // What a layer does beside its products and attention: the norm where no product of ours follows it, in a
 // decode step the rotation of q and k with the store of K, V and the queries before rotation, for a prompt's
 // chunk the rotation alone, what lies between gate, up and down, and rows that are copied.
+#include "activation.h"
 #include "norm.h"
 #include "rotation.h"
 #include "team.h"
@@ -105,15 +106,20 @@ static void rotate_rows(const Rows &c) {
     });
 }
 
-// silu(gate) * up of rows [2 * size] -> out [size]
+// What lies between gate, up and down: rows [inputs] -> out [inputs / 2], or [inputs] where there is no gate.
 template <class K>
-static void swiglu_rows(const char *gate_up, char *out, int rows, int size, int threads) {
-    share(rows * (long)size > MANY ? threads : 1, rows, 4, [&](long r) {
-        const char *gate = gate_up + r * 2 * size * K::bytes, *up = gate + (long)size * K::bytes;
-        char *to = out + r * size * K::bytes;
-        for (int i = 0; i < size; i += W) {
-            const Floats opened = Kept<K>::rounded(silu(read_some<K>(gate, i, size - i)));
-            write_some<K>(to, i, size - i, opened * read_some<K>(up, i, size - i));
+static void act_rows(const char *made, char *out, const Activation &a, int rows, int inputs, int threads) {
+    const bool turns = a.kind == CLAMPED, alone = a.kind == SQUARED;
+    const int width = alone ? inputs : inputs / 2;
+    share(rows * (long)width > MANY ? threads : 1, rows, 4, [&](long r) {
+        const char *from = made + r * inputs * K::bytes;
+        for (int i = 0; i < width; i += W) {
+            const int left = width - i;
+            Floats gate = read_some<K>(from, turns ? 2 * i : i, turns ? 2 * left : left), up = {};
+            if (turns && 2 * left > W) up = read_some<K>(from, 2 * i + W, 2 * left - W);
+            if (turns) take_turns(gate, up);
+            else if (!alone) up = read_some<K>(from, width + i, left);
+            write_some<K>(out + r * width * K::bytes, i, left, acted<K>(a, gate, up));
         }
     });
 }
@@ -155,9 +161,11 @@ extern "C" int omnikv_rotate_rows(const Rows *c, int kind) {
     OF_KIND(kind, ROTATE_ROWS);
 }
 
-extern "C" int omnikv_swiglu_rows(const char *gate_up, char *out, int kind, int rows, int size, int threads) {
-#define SWIGLU(K) (swiglu_rows<K>(gate_up, out, rows, size, threads), 0)
-    OF_KIND(kind, SWIGLU);
+extern "C" int omnikv_act_rows(const char *made, char *out, int kind, int rows, int inputs, int threads, int activation,
+                               float limit, float alpha) {
+    const Activation a = {activation, limit, alpha};
+#define ACT(K) (act_rows<K>(made, out, a, rows, inputs, threads), 0)
+    OF_KIND(kind, ACT);
 }
 
 extern "C" void omnikv_copy_rows(const Copy *c) { copy_rows(*c); }

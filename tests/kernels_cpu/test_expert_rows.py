@@ -6,9 +6,9 @@ Stops: a row that is added to another, what lies behind the last column, gates t
 import pytest
 import torch
 
-from kernels.experts.native_experts import ACTIVATIONS
-from kernels.experts.native_rows import _BINDING, act_rows, add_rows, take_rows
+from kernels.experts.native_rows import _BINDING, add_rows, take_rows
 from kernels.experts.open import Activation, activated
+from kernels.layer.native_step import ACTIVATIONS, act_rows
 
 pytestmark = pytest.mark.skipif(not _BINDING.usable(), reason="no C++ kernels here")
 
@@ -48,7 +48,7 @@ def test_an_activation_errs_no_more_than_torch_s(kind, count, size, dtype):
     generator = torch.Generator().manual_seed(size)
     made = (torch.randn(count, activation.made * size, generator=generator) * 3).to(dtype)
     made[0, 0] = float("nan")
-    found, wanted = act_rows(made, activation).double(), activated(made.double(), activation)
+    found, wanted = act_rows(made, *activation).double(), activated(made.double(), activation)
     plain = activated(made, activation).double()
     assert torch.equal(found.isnan(), wanted.isnan()) and found.isnan().sum() == 1
     found, wanted, plain = (t.nan_to_num(0.0) for t in (found, wanted, plain))

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.experts.choose import best_experts
-from kernels.experts.native_experts import _BINDING, ACTIVATIONS, NativeExperts
+from kernels.experts.native_experts import _BINDING, NativeExperts
 from kernels.experts.open import Activation, activated
 from kernels.layer.native_product import Product
+from kernels.layer.native_step import ACTIVATIONS
 
 pytestmark = pytest.mark.skipif(not _BINDING.usable(), reason="no C++ kernels here")
 

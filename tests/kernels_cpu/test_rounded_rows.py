@@ -5,9 +5,6 @@ Stops: a step of the wrong columns, a sum of 16 bits that saturates, what an off
 in, a fold's scale one fold late, rows of a decode step that are rounded too, a default that moves.
 """
 
-import ctypes
-import functools
-import subprocess
 from unittest import mock
 
 import pytest
@@ -23,6 +20,7 @@ from kernels.quant.matrix import Quantised
 from kernels.quant.native import PARTS, Panels, product
 from kernels.quant.rounding import to_int4, to_int8
 from kernels.quant.torch_forms.rounded_rows import GROUP, ROWS, numbers, rounded_rows
+from tests.kernels_cpu.parts import part
 from tests.kernels_cpu.test_native_few_bits import drawn, error
 
 NATIVE = pytest.mark.skipif(bool(library.missing()), reason=library.missing())
@@ -37,31 +35,15 @@ def able():
     return known[: known.index(mine) + 1] if mine in known else known
 
 
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory):
-    """What compiles the kernel alone for an instruction set, once."""
-
-    @functools.cache
-    def made(name):
-        path = tmp_path_factory.mktemp("rounded") / f"{name}.so"
-        sources = (str(library.FOLDER / source) for source in ("rounded.cpp", "team.cpp"))
-        flags = *library.FLAGS, *library.own_sets()[name]
-        command = [library._found_compiler(), *flags, "-shared", *sources, "-o", str(path)]
-        subprocess.run(command, check=True, capture_output=True)
-        return ctypes.CDLL(str(path))
-
-    return made
-
-
 @pytest.fixture(
     scope="module", params=[*able(), *(["avx2, common"] if isa() in library.SETS else [])]
 )
-def multiply(request, libraries):
+def multiply(request):
     """Multiply rows, x, by panels that round them, by the form of the kernel for a set; "common":
     without what only some of its CPUs have.
     """
     name, _, common = request.param.partition(", ")
-    alone = libraries(name)
+    alone = part(name, "rounded.cpp")
 
     def product(x, panels):
         with mock.patch.object(native, "loaded", lambda: alone):

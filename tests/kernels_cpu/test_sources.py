@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import kernels.chain.layers
+import kernels.experts.native_rows
 import kernels.index.choose
 import kernels.index.learn
 import kernels.index.step
@@ -62,13 +63,8 @@ def compiler():
 @pytest.mark.parametrize(
     "name", sorted({flags: name for name, flags in library._FLAGS_OF.items()}.values())
 )
-def test_no_source_has_a_warning(compiler, name, request):
-    """Of another machine's set where its compiler is here too. The sets between the least and the
-    widest have few lines of their own, and take as long.
-    """
-    between = name in ("avx512", "avx512_vnni") and library._set() not in (name, "avx512")
-    if between and not request.config.getoption("--whole-grid"):
-        pytest.skip("half a minute: with --whole-grid")
+def test_no_source_has_a_warning(compiler, name):
+    """Of another machine's set where its compiler is here too."""
     assert "-w" not in library.FLAGS
     if name not in library.own_sets():
         compiler = shutil.which("aarch64-linux-gnu-g++" if name in library.ARM_SETS else "")

@@ -28,7 +28,7 @@ from engine.load.files import Folder
 from engine.model.tensors import random_stream
 from tools.common.program import guarded, progress
 from tools.families.models import configuration, word_tokenizer
-from tools.speed.harness import READ, in_turns, machine, markdown, read_rate
+from tools.speed.harness import READ, in_turns, machine, markdown, on_threads, read_rate
 
 VOCAB = 4096
 STEPS = 12  # of a turn
@@ -138,21 +138,11 @@ def figures(llm: LLM, args: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def on(threads: int, work: Callable[[], dict[str, float]], _turn: int) -> dict[str, float]:
-    """Run work on so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        return work()
-    finally:
-        torch.set_num_threads(before)
-
-
 def measured(name: str, args: argparse.Namespace) -> list[str]:
     """A row of the table: medians on one thread and on all, and their ratio."""
     progress(name)
     llm, cores = model(name, args.dtype, max(args.tokens) + 256), free_cores()
-    ways = {t: partial(on, t, partial(figures, llm, args)) for t in (1, cores)}
+    ways = {t: partial(on_threads, t, partial(figures, llm, args)) for t in (1, cores)}
     found = in_turns(ways, args.turns)
     cells = [name]
     for what in found[1][0]:

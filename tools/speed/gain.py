@@ -30,6 +30,7 @@ from tools.speed.harness import (
     in_turns,
     machine,
     markdown,
+    on_threads,
     origin,
     program,
     read_rate,
@@ -59,25 +60,15 @@ def _prompt(session: Session, ids: list[int]) -> float:
     return time.perf_counter() - began
 
 
-def _on(threads: int, work: Callable[[], float]) -> Callable[[int], float]:
-    def run(_turn: int) -> float:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            return work()
-        finally:
-            torch.set_num_threads(before)
-
-    return run
-
-
 def _gained(what: str, works: dict[str, Callable[[], float]], args: argparse.Namespace) -> dict:
     """Time works on one thread and on all: {name of a work: seconds on one, on all, and the medians
     of all over one turn by turn}.
     """
     progress(what)
     cores = free_cores()
-    ways = {(name, t): _on(t, work) for name, work in works.items() for t in (1, cores)}
+    ways = {
+        (name, t): partial(on_threads, t, work) for name, work in works.items() for t in (1, cores)
+    }
     found = in_turns(ways, args.rounds)
     rows = {}
     for name in works:

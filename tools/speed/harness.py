@@ -129,6 +129,16 @@ def in_turns(ways: Mapping[K, Callable[[int], T]], turns: int) -> dict[K, list[T
     return found
 
 
+def on_threads(threads: int, work: Callable[[], T], _turn: int) -> T:
+    """What work returns where torch, and with it every kernel, has so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return work()
+    finally:
+        torch.set_num_threads(before)
+
+
 def seconds(
     work: Callable[..., object], *arguments: Any, clock: Callable[[], float] = time.thread_time
 ) -> float:

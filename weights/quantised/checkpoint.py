@@ -201,10 +201,9 @@ class QuantisedCheckpoint:
         order: torch.Tensor | None,
     ) -> _Piece:
         """What is read for some rows and columns of a stored matrix or vector."""
-        parts = self._parts(name, shape)
-        if parts is None:
-            parts, base = {"": Part(FLOATS, shape, ((ROWS, 1), (INPUTS, 1)))}, name
-        else:
+        made, base = self._parts(name, shape), name
+        parts = made or {"": Part(FLOATS, shape, ((ROWS, 1), (INPUTS, 1)))}
+        if made is not None:
             base = name.removesuffix(".weight")
         flat = shape[0], math.prod(shape[1:])
         word, group, height = (
@@ -223,9 +222,8 @@ class QuantisedCheckpoint:
             entry = info.nbytes // max(1, math.prod(info.shape))
             cells = [length(runs) for runs in part.runs(window)] if part.axes else info.shape
             size += entry * math.prod(cells)
-        floats = parts if base != name else None
         names = tuple(base + suffix for suffix in parts)
-        return _Piece(name, shape, rows, columns, window, floats, names, size)
+        return _Piece(name, shape, rows, columns, window, made, names, size)
 
     def _read(
         self, piece: _Piece, dtype: torch.dtype, check_finite: bool, maps: dict[Path, Mapped]

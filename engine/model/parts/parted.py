@@ -68,8 +68,8 @@ def to_parts(
 ) -> Iterator[tuple[str, Any]]:
     """Bring each weight of a stream of (target name, tensor or Quantised) to its part's device:
     embeddings and what makes streams to the first, the last norm and the head to the last. An
-    embedding in few bits that is
-    the head as well comes a second time, behind it, unless the stream has a head.
+    embedding in few bits that is the head as well comes a second time, behind it, unless the stream
+    has a head.
     """
     for name, weight in stream:
         tied = tied and name != "lm_head"

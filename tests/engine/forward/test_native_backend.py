@@ -12,6 +12,7 @@ import torch
 
 from engine import Full, OmniKV
 from engine.base.errors import SettingError
+from kernels.experts import native_experts
 from kernels.launch.dispatch import choose
 from kernels.layer import native_product, native_step
 from kernels.native import library
@@ -28,6 +29,10 @@ PROMPT = OmniKV(
     prefill_dense_end=64,
 )  # fmt: skip
 METHODS = {"full": Full(), "omnikv": SPARSE}
+MIXTURE = dict(
+    architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=7,
+    num_experts_per_tok=3, moe_intermediate_size=20,
+)  # fmt: skip
 MISTRAL = dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=40)
 
 
@@ -60,7 +65,8 @@ def counted(monkeypatch):
     """The calls into the library."""
     if library.native() is None:
         pytest.skip(library.missing())
-    proxy, cached = Counted(library._library), (native_product._function, native_step._functions)
+    proxy = Counted(library._library)
+    cached = native_product._function, native_step._functions, native_experts._function
     monkeypatch.setattr(library, "_library", proxy)
     for function in cached:
         function.cache_clear()
@@ -161,8 +167,8 @@ def test_a_step_asks_for_no_product(monkeypatch):
 @pytest.mark.parametrize("settings", [{}, {"bank": "int8"}, {"offload": "host"}], ids=str)
 @pytest.mark.parametrize(
     "method, fields",
-    [(Full(), {}), (SPARSE, {}), (PROMPT, {}), (Full(), MISTRAL)],
-    ids=["full", "omnikv", "sparse prompt", "windows"],
+    [(Full(), {}), (SPARSE, {}), (PROMPT, {}), (Full(), MISTRAL), (Full(), MIXTURE)],
+    ids=["full", "omnikv", "sparse prompt", "windows", "mixture"],
 )
 def test_the_reference_and_torchs_operators_run_no_cpp(counted, method, fields, settings):
     """Of weights that C++ multiplies for other sessions, in a long prompt, in one of few tokens,

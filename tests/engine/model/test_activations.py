@@ -62,9 +62,9 @@ def test_the_plan_and_the_runtime_know():
     note = next(note for name, _, note in llm.plan().items if name == "weights")
     assert note.endswith("; a prompt's activations in int8")
     with llm.session() as session:
-        assert session.runtime.setup.activations == "int8"
+        assert {of.query_bits for of in session.runtime.setup.softmax} == {8}
     with model().session() as session:
-        assert session.runtime.setup.activations == "auto"
+        assert {of.query_bits for of in session.runtime.setup.softmax} == {16}
 
 
 @pytest.mark.parametrize("bank", ["int8", "model"])
