@@ -229,8 +229,11 @@ INLINE Floats fading(Floats x) {
 #endif
 }
 
-// x * sigmoid(x). exp(88) is finite, and what it leaves of an x below -88 is nothing.
-INLINE Floats silu(Floats x) { return x / (1 + exponential(x < -88 ? all(88) : -x)); }
+// x * sigmoid(x). exp(88) is finite; below -88, where it is nothing, it stays -5e-37. NaN stays NaN.
+INLINE Floats silu(Floats x) {
+    x = x < -88 ? all(-88) : x;
+    return x / (1 + exponential(-x));
+}
 
 // cap * tanh(x / cap), as kernels/launch/softmax.py has it in a kernel: tanh(y) is 1 - 2 / (e^2y + 1).
 INLINE Floats capped(Floats x, float cap) {

@@ -59,7 +59,8 @@ def test_tensors_lie_one_after_the_other_and_keep_their_values(dtype):
         assert (tensor == number + 1).all() and tensor.data_ptr() % ALIGN == 0
         assert tensor.untyped_storage().nbytes() == tensor.nbytes  # of its own bytes only
         assert advised(tensor)
-    assert not advised(torch.zeros(LEAST * 4))  # the control: torch's own
+    # the control: torch's own, mapped anew (malloc may give a smaller one memory of advised rows)
+    assert not advised(torch.zeros(BLOCK, dtype=torch.uint8))
 
 
 @ADVISED
@@ -67,7 +68,11 @@ def test_a_tensor_beyond_a_block_begins_a_page_and_small_ones_stay_with_torch():
     assert zeros(BLOCK + 1, dtype=torch.uint8).data_ptr() % PAGE == 0
     small = torch.ones(LEAST // 4 - 1)
     assert moved(small) is small
-    assert not advised(zeros(LEAST // 4 - 1, dtype=torch.float32))
+    taken = pages._current and pages._current._at
+    assert not zeros(LEAST // 4 - 1, dtype=torch.float32).any()
+    assert (pages._current and pages._current._at) == taken  # no part of a block
+    zeros(LEAST // 4, dtype=torch.float32)
+    assert (pages._current and pages._current._at) != taken  # the control
 
 
 @ADVISED

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from kernels.layer.linear import pack_linear
 from kernels.layer.native_product import Product, reads
 from kernels.layer.native_step import (
+    act_rows,
     copy_rows,
     normalize_rows,
     rotate_rows,
     rotate_store,
-    swiglu_rows,
 )
 from kernels.layer.norm import normalize_rows_ref
 from kernels.layer.prompt_fused import rotate_rows_ref, swiglu_rows_ref
@@ -248,7 +248,7 @@ def test_a_chunk_is_rotated_as_torch_does(
 def test_swiglu_is_within_twice_torchs_own_error(dtype, rows, size, scale):
     torch.manual_seed(size)
     both = (torch.randn(2, rows, 2 * size) * scale).to(dtype)
-    exact, own, found = (turn(both) for turn in (_exact_swiglu, swiglu_rows_ref, swiglu_rows))
+    exact, own, found = (turn(both) for turn in (_exact_swiglu, swiglu_rows_ref, act_rows))
     assert found.shape == own.shape and found.dtype == dtype
     error = (found.double() - exact).abs()
     # exp is within 2 units in the last place, a quotient and a product follow it
@@ -271,7 +271,7 @@ def test_rows_of_a_chunk_do_not_depend_on_the_threads():
             torch.set_num_threads(threads)
             normed = normalize_rows(x.flatten(2), weight, EPS)
             turned = rotate_rows(x.clone(), angle.cos(), angle.sin(), 8, 2, (weight[:64],) * 2, EPS)
-            found.append((normed, turned, swiglu_rows(x.flatten(2))))
+            found.append((normed, turned, act_rows(x.flatten(2))))
     finally:
         torch.set_num_threads(before)
     for one, two in zip(*found, strict=True):
