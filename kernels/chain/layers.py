@@ -18,11 +18,15 @@ from kernels.attention.dense import decode_dense
 from kernels.attention.native import SPLIT, attends, part_floats
 from kernels.attention.scratch import Scratch, ScratchShape, make_scratch
 from kernels.attention.sparse import decode_sparse
+from kernels.chain.matrix import FewBits, Held, Matrix, held, multiply
 from kernels.launch.softmax import PLAIN, Softmax
 from kernels.layer.native_product import Product
 from kernels.layer.native_step import rotate_store
 from kernels.native.kinds import FLOATS
 from kernels.native.library import Binding, Case, check, loaded
+from kernels.quant import native as quant
+from kernels.quant.native import Panels
+from kernels.quant.rounding import to_int4, to_int8
 from kernels.select import native as topk
 from kernels.select.topk import select_topk
 
@@ -33,7 +37,7 @@ class _Layer(ctypes.Structure):
     """`Layer` of layers.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, Held) for name in ("qkv", "o", "gate_up", "down")),
         *((f"{name}_norm", ctypes.c_void_p) for name in ("input", "post", "q", "k")),
         *((name, ctypes.c_void_p) for name in ("k", "v", "ring")),
         *((name, ctypes.c_long) for name in ("key_head", "key_row", "value_head", "value_row")),
@@ -50,7 +54,7 @@ class _Angles(ctypes.Structure):
     _fields_ = [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p), ("pairs", ctypes.c_long)]
 
 
-_BUFFERS = "qkv", "q", "attended", "mixed", "lse", "parts", "logits"
+_BUFFERS = "normed", "qkv", "q", "attended", "mixed", "scratch", "lse", "parts", "logits"
 
 
 class _Step(ctypes.Structure):
@@ -58,7 +62,8 @@ class _Step(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("layers", "angles")),
-        *((name, ctypes.c_void_p) for name in ("head", "head_norm", "x", "out", "found")),
+        ("head", Held),
+        *((name, ctypes.c_void_p) for name in ("head_norm", "x", "out", "found")),
         *((name, ctypes.c_void_p) for name in (*_BUFFERS, "scores", "position")),
         *((name, ctypes.c_long) for name in ("n", "tail")),
         *((name, ctypes.c_int) for name in ("budget", "room", "kind", "hidden", "split")),
@@ -100,10 +105,10 @@ class ChainedLayer:
     the number of its rope among those of a step.
     """
 
-    qkv: Product
-    o: Product
-    gate_up: Product
-    down: Product
+    qkv: Matrix
+    o: Matrix
+    gate_up: Matrix
+    down: Matrix
     input_norm: torch.Tensor | None
     post_norm: torch.Tensor | None
     q_norm: torch.Tensor | None
@@ -120,7 +125,7 @@ class ChainedLayer:
     angles: int = 0
 
     @property
-    def matrices(self) -> tuple[Product, ...]:
+    def matrices(self) -> tuple[Matrix, ...]:
         """Its four matrices."""
         return self.qkv, self.o, self.gate_up, self.down
 
@@ -160,58 +165,65 @@ class Chain:
         dtype: torch.dtype,
         eps: float,
         offset: float | None,
-        head: tuple[Product, torch.Tensor] | None,
+        head: tuple[Matrix, torch.Tensor] | None,
         most: int,
         scratch: Scratch,
     ) -> None:
         self.dtype, self.most, self.hidden = dtype, most, layers[0].down.outputs
         self._kept: list[object] = []
+        self._few = 0  # floats of scratch that products with few bits take
         self._layers = (_Layer * len(layers))(*map(self._told, layers))
         self._count = len(layers)
         self._ropes = max(layer.angles for layer in layers) + 1
         self._angles = (_Angles * self._ropes)()
         choosing = [layer for layer in layers if layer.reading.kind]
         index, _, _, scores = choosing[0].reading if choosing else Reading()
+        ending, self._vocab = Held(), 0
+        if head is not None:
+            ending, self._vocab = self._held(head[0], torch.float32), head[0].outputs
         buffers = self._buffers(layers)
         buffers.append(_room(scratch.part, max(map(_part_floats(most), layers))))
         buffers.append(_room(scratch.logits, max((x.heads for x in choosing), default=0) * most))
-        self._kept += [*buffers, scores]
+        self._kept += [*buffers, scores, head]
         self._step = _Step(
             ctypes.addressof(self._layers), ctypes.addressof(self._angles),
+            ending, _pointer(None if head is None else head[1]),
             **dict(zip(_BUFFERS, map(_pointer, buffers), strict=True)), scores=_pointer(scores),
             room=0 if index is None else index.shape[-1],
             kind=FLOATS[dtype], hidden=self.hidden, split=SPLIT,
             eps=eps, wide=offset is not None, offset=offset or 0.0,
         )  # fmt: skip
         self._behind = torch.empty(1, 1, self.hidden, dtype=dtype)
-        self._vocab = 0
-        if head is not None:
-            self._kept.append(head)
-            self._step.head, self._vocab = head[0].address, head[0].outputs
-            self._step.head_norm = head[1].data_ptr()
 
     def _buffers(self, layers: Sequence[ChainedLayer]) -> list[torch.Tensor]:
         """What a layer writes and the next one writes over."""
         width = max(layer.heads * layer.k.shape[2] for layer in layers)
-        room = [max(layer.qkv.outputs for layer in layers), width, width]
+        room = [self.hidden, max(layer.qkv.outputs for layer in layers), width, width]
         room.append(max(layer.down.inputs for layer in layers))
         buffers = [torch.empty(count, dtype=self.dtype) for count in room]
-        return [*buffers, torch.empty(max(layer.heads for layer in layers))]
+        lse = torch.empty(max(layer.heads for layer in layers))
+        return [*buffers, torch.empty(self._few), lse]
 
     def _told(self, layer: ChainedLayer) -> _Layer:
         """A layer as layers.cpp is told of it."""
         size, (index, counts, kind, _) = layer.k.element_size(), layer.reading
         norms = layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm
-        held = [matrix.address for matrix in layer.matrices]
-        self._kept += [*layer.matrices, *norms, index, counts]
+        matrices = [self._held(matrix, self.dtype) for matrix in layer.matrices]
+        self._kept += [*norms, index, counts]
         return _Layer(
-            *held, *map(_pointer, norms), *map(_pointer, (layer.k, layer.v, layer.ring)),
+            *matrices, *map(_pointer, norms), *map(_pointer, (layer.k, layer.v, layer.ring)),
             *(step * size for rows in (layer.k, layer.v) for step in rows.stride()[:2]),
             _pointer(index), _pointer(counts),
             layer.heads, len(layer.k), layer.k.shape[2], len(layer.ring),
             layer.window, layer.size, CHOICES[kind], layer.angles,
             layer.scale, layer.softmax.cap,
         )  # fmt: skip
+
+    def _held(self, matrix: Matrix, out_dtype: torch.dtype) -> Held:
+        """A matrix as layers.cpp takes it; counts the scratch that it needs."""
+        told, floats = held(matrix, self.dtype, out_dtype, self._kept)
+        self._few = max(self._few, floats)
+        return told
 
     def __call__(self, x: torch.Tensor, first: int, stop: int, now: Now) -> torch.Tensor:
         """Run the layers first .. stop - 1, numbers in this chain, of x [1, 1, hidden], contiguous:
@@ -271,7 +283,7 @@ def by_calls(
         k, v, norms = layer.k[None], layer.v[None], None
         if layer.q_norm is not None:
             norms = layer.q_norm, layer.k_norm
-        qkv = layer.qkv(x, layer.input_norm, eps, offset=offset).view(1, 1, -1, k.shape[3])
+        qkv = multiply(layer.qkv, x, layer.input_norm, eps, offset).view(1, 1, -1, k.shape[3])
         twice = (0, layer.size) if layer.window else None
         ring, angles = layer.ring[None], now.angles[layer.angles]
         q = rotate_store(qkv, *angles, k, v, ring, now.position, twice, norms, eps, offset)
@@ -289,25 +301,34 @@ def by_calls(
             found = decode_sparse(q, k, v, *given, softmax=layer.softmax)
         else:
             found = decode_dense(q, k, v, lengths, layer.scale, softmax=layer.softmax)
-        x = layer.o(found.flatten(2), residual=x)
-        mixed = layer.gate_up(x, layer.post_norm, eps, gated=True, offset=offset)
-        x = layer.down(mixed, residual=x)
+        x = multiply(layer.o, found.flatten(2), residual=x)
+        mixed = multiply(layer.gate_up, x, layer.post_norm, eps, offset, gated=True)
+        x = multiply(layer.down, mixed, residual=x)
     return x
 
 
 def some_layers(
-    dtype: torch.dtype, rows: int, generator: torch.Generator, readings: Sequence[Reading]
+    dtype: torch.dtype,
+    rows: int,
+    generator: torch.Generator,
+    readings: Sequence[Reading],
+    kind: str = "",
 ) -> list[ChainedLayer]:
     """Small layers for tests, one for each reading: random weights of 48 columns, 4 query heads
-    over 2 K/V heads of 32, and `rows` random rows k, v [2, rows, 32].
+    over 2 K/V heads of 32, and `rows` random rows k, v [2, rows, 32]. kind: "int8" or "int4", of
+    weights in groups of 16, with biases; "": weights are of the dtype.
     """
     heads, kv_heads, dim, hidden, inner = 4, 2, 32, 48, 80
 
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator).to(dtype)
 
-    def matrix(outputs: int, inputs: int) -> Product:
-        return Product(draw(outputs, inputs) * inputs**-0.5)
+    def matrix(outputs: int, inputs: int) -> Matrix:
+        weight = draw(outputs, inputs) * inputs**-0.5
+        if not kind:
+            return Product(weight)
+        few = to_int8(weight, 16) if kind == "int8" else to_int4(weight, 16)
+        return FewBits(Panels.of(few), draw(outputs))
 
     return [
         ChainedLayer(
@@ -323,7 +344,9 @@ def some_layers(
 
 @BINDING.self_test
 def _cases() -> Iterator[Case]:
-    for dtype in FLOATS:
+    some = [(dtype, "") for dtype in FLOATS]
+    some += [(torch.bfloat16, "int8")] if quant.usable() else []
+    for dtype, kind in some:
         found = []
         for chained in (True, False):
             generator, n = torch.Generator().manual_seed(1), 300
@@ -331,7 +354,7 @@ def _cases() -> Iterator[Case]:
             scores = torch.zeros(1, n)
             chosen = Reading(index, counts)
             readings = Reading(), Reading(index, counts, "softmax", scores), chosen
-            layers = some_layers(dtype, n, generator, readings)
+            layers = some_layers(dtype, n, generator, readings, kind)
             angles = [(torch.rand(1, 1, 16, generator=generator),) * 2]
             now = Now(n, 128, 24, torch.tensor([[n - 1]]), angles)
             x = torch.randn(1, 1, 48, generator=generator).to(dtype)
@@ -343,4 +366,4 @@ def _cases() -> Iterator[Case]:
                 x = by_calls(layers, x, now, 1e-5)
             found.append((x, index, layers[2].k, layers[2].ring))
         for name, one, other in zip(("x", "choice", "K", "queries"), *found):
-            yield f"{name} behind layers in {dtype}", one, other, one.dtype
+            yield f"{name} behind layers in {dtype} {kind}", one, other, one.dtype

@@ -1,5 +1,6 @@
-// Weights of few bits in panels, and what follows a product with them.
+// What a product with weights of few bits is made of, and what follows it.
 #pragma once
+#include "panels.h"
 #include "vector.h"
 
 namespace {
@@ -11,17 +12,6 @@ constexpr int SCALES_AHEAD = 1024;
 // many rows: blocks of tiles of MR rows meet strips of NR outputs
 constexpr int MR = 6, NV = W == 8 ? 2 : 4, NR = NV * W;  // a tile of sums in registers
 constexpr int BLOCK_TILES = 160;                          // whose sums for NR outputs stay in L2
-
-struct Product {
-    const void *x;                 // [rows][inputs]
-    const int32_t *values;         // [panels][words][LANES]
-    const void *scales, *offsets;  // [panels][groups][LANES]; offsets or NULL
-    const void *bias, *residual;   // [outputs] and [rows][outputs, or half of them if gated], or NULL
-    void *out;
-    float *scratch;  // few rows: [rows][inputs, folds and outputs, rounded up]; many: x in tiles
-    int rows, outputs, inputs, words, group, fold, bits, zero;
-    int kind, scale_kind, bias_kind, out_kind, gated, threads;
-};
 
 // kinds: of floats
 INLINE Floats read_as(int kind, const void *from, long i) {

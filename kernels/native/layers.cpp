@@ -3,10 +3,14 @@
 // and objects a layer of many rows has driven out of the caches: 25 microseconds a piece, up to 80 then.
 #include "call.h"
 #include "matrix.h"
+#include "panels.h"
 #include "rotation.h"
 
 extern "C" int omnikv_product(const Matrix *matrix, const char *x, const char *norm, float eps, const char *residual,
                               char *out, int rows, int gated, int wide, int threads, int wide_norm, float offset);
+extern "C" void omnikv_few_bits(const Product *p, int many);
+extern "C" int omnikv_normalize(const char *x, const char *weight, char *out, int kind, int rows, int size, float eps,
+                                int wide, float offset, int threads);
 extern "C" int omnikv_rotate_store(const Rotation *c, int kind);
 extern "C" int omnikv_attend_heads(const Call *c, int kind, const char *q, char *out, int q_kind);
 extern "C" void omnikv_head_most(const float *logits, const float *lse, int lists, int heads, long ahead, int rows,
@@ -18,8 +22,13 @@ namespace {
 
 enum Choice { READS = 0, SOFTMAX = 1, RAW = 2 };  // what a layer's scores are, where it chooses
 
+struct Held {  // a matrix: of floats, or a product with one of few bits, told all but what a step changes
+    const Matrix *floats;
+    const Product *few;
+};
+
 struct Layer {
-    const Matrix *qkv, *o, *gate_up, *down;
+    Held qkv, o, gate_up, down;
     const char *input_norm, *post_norm, *q_norm, *k_norm;  // or NULL
     char *k, *v, *ring;                                    // [kv_heads, rows, dim] twice; [slots, heads, dim]
     long key_head, key_row, value_head, value_row;         // strides in bytes
@@ -39,11 +48,12 @@ struct Angles {
 struct Step {
     const Layer *layers;
     const Angles *angles;
-    const Matrix *head;                            // what makes logits behind the last layer
+    Held head;                                     // what makes logits behind the last layer
     const char *head_norm, *x;                     // [hidden]
     char *out;                                     // [hidden]: x behind the last layer, and between two
     float *found;                                  // logits [vocab], or NULL: x is all that is asked for
-    char *qkv, *q, *attended, *mixed;              // a layer's own
+    char *normed, *qkv, *q, *attended, *mixed;     // a layer's own
+    float *scratch;                                // of products with few bits
     float *lse, *parts, *logits, *scores;          // of attention; the last two of layers that choose
     const int64_t *position;
     long n, tail;                                  // tokens, the new one too; where the tail of them begins
@@ -53,9 +63,23 @@ struct Step {
     Wide norms;
 };
 
-static int multiply(const Step &s, const Matrix *m, const char *x, const char *norm, const char *residual, char *out,
+// wide: out is float32; a product with few bits was told what its out is.
+static int multiply(const Step &s, const Held &m, const char *x, const char *norm, const char *residual, char *out,
                     int gated, int wide = 0) {
-    return omnikv_product(m, x, norm, s.eps, residual, out, 1, gated, wide, s.threads, s.norms.norm, s.norms.offset);
+    const Wide &norms = s.norms;
+    if (m.floats)
+        return omnikv_product(m.floats, x, norm, s.eps, residual, out, 1, gated, wide, s.threads, norms.norm,
+                              norms.offset);
+    if (norm) {
+        const int found = omnikv_normalize(x, norm, s.normed, s.kind, 1, s.hidden, s.eps, norms.norm, norms.offset,
+                                           s.threads);
+        if (found) return found;
+        x = s.normed;
+    }
+    Product p = *m.few;
+    p.x = x, p.residual = residual, p.out = out, p.scratch = s.scratch, p.gated = gated, p.threads = s.threads;
+    omnikv_few_bits(&p, 0);
+    return 0;
 }
 
 static int rotate(const Step &s, const Layer &l) {

@@ -35,7 +35,7 @@ INTEGER_FOLDS = range(32, 129, 16)  # columns of a fold there: few cost much, ma
 
 
 class _Product(ctypes.Structure):
-    """`Product` of few_bits.cpp."""
+    """`Product` of panels.h."""
 
     _fields_ = [
         *(
@@ -212,18 +212,13 @@ def _run(
     only some CPUs of an instruction set have.
     """
     library, (outputs, inputs) = loaded(), weight.shape
-    rows, words, parts = x.numel() // inputs, weight.values.shape[1], PARTS[weight.kind]
-    rounds = how == "rounded"
-    fold = _rounded_fold(weight) if rounds else _fold(weight.group, inputs, parts)
+    rows, rounds = x.numel() // inputs, how == "rounded"
+    fold = _rounded_fold(weight) if rounds else _fold(weight.group, inputs, PARTS[weight.kind])
     out = torch.empty(*x.shape[:-1], outputs // 2 if gated else outputs, dtype=out_dtype or x.dtype)
     scratch = torch.empty(_room(how, weight, rows, fold))
-    call = _Product(
-        x.data_ptr(), weight.values.data_ptr(), weight.scales.data_ptr(), _at(weight.offsets),
-        _at(bias), _at(residual), out.data_ptr(), scratch.data_ptr(),
-        rows, outputs, inputs, words, weight.group, fold, 32 // parts, ZERO[weight.kind],
-        FLOATS[x.dtype], FLOATS[weight.scales.dtype], 0 if bias is None else FLOATS[bias.dtype],
-        FLOATS[out.dtype], gated, torch.get_num_threads(),
-    )  # fmt: skip
+    call = _told(weight, bias, rows, x.dtype, out.dtype, gated, fold)
+    call.x, call.residual, call.out = x.data_ptr(), _at(residual), out.data_ptr()
+    call.scratch = scratch.data_ptr()
     if how == "tiles":
         check(library.omnikv_tiled_integers(ctypes.byref(call)), "a product in tiles")
     elif rounds:
@@ -233,6 +228,38 @@ def _run(
     else:
         library.omnikv_few_bits(ctypes.byref(call), how == "many")
     return out
+
+
+def _told(
+    weight: Panels,
+    bias: torch.Tensor | None,
+    rows: int,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    gated: bool,
+    fold: int,
+) -> _Product:
+    """A product of `rows` rows of a dtype, but for where x, residual, out and scratch lie."""
+    (outputs, inputs), bits = weight.shape, 32 // PARTS[weight.kind]
+    return _Product(
+        None, weight.values.data_ptr(), weight.scales.data_ptr(), _at(weight.offsets),
+        _at(bias), None, None, None,
+        rows, outputs, inputs, weight.values.shape[1], weight.group, fold, bits, ZERO[weight.kind],
+        FLOATS[dtype], FLOATS[weight.scales.dtype], 0 if bias is None else FLOATS[bias.dtype],
+        FLOATS[out_dtype], gated, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def of_one_row(
+    weight: Panels, bias: torch.Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype
+) -> tuple[ctypes.Structure, int]:
+    """`product` of one row of a dtype as another kernel calls it: `Product` of panels.h, which has
+    addresses of weight and bias only and lacks x, residual, out, scratch, gated and threads; and
+    the floats of scratch that it takes.
+    """
+    fold = _fold(weight.group, weight.shape[1], PARTS[weight.kind])
+    told = _told(weight, bias, 1, dtype, out_dtype, False, fold)
+    return told, _room("few", weight, 1, fold)
 
 
 def _room(how: str, weight: Panels, rows: int, fold: int) -> int:

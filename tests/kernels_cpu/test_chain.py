@@ -8,16 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention.scratch import ScratchShape, make_scratch
-from kernels.chain.layers import Chain, Now, Reading, by_calls, chains, some_layers
+from kernels.chain.layers import BINDING, Chain, Now, Reading, by_calls, chains, some_layers
 from kernels.launch.softmax import Softmax
+from kernels.layer.native_product import Product
+from kernels.layer.native_step import normalize_rows
 from kernels.native.library import missing
+from kernels.quant import native as quant
+from kernels.quant.native import product as few_bits
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 BOUND = 1100  # rows: more than a thread takes at a time
 ROOM = 40  # places of an index
 
 
-def run(dtype, chained, n, tail, budget, kind, window, cap, offset, cut, threads):
+def run(dtype, weights, chained, n, tail, budget, kind, window, cap, offset, cut, threads):
     """A chain of four layers, or its calls: (x, and all that it leaves)."""
     generator = torch.Generator().manual_seed(n + budget)
     index, counts = torch.full((1, 1, ROOM), -1, dtype=torch.int32), torch.zeros(1).int()
@@ -28,7 +32,7 @@ def run(dtype, chained, n, tail, budget, kind, window, cap, offset, cut, threads
         Reading(index, counts),
         Reading(),
     ]
-    layers = some_layers(dtype, BOUND, generator, readings)
+    layers = some_layers(dtype, BOUND, generator, readings, weights)
     layers = [replace(layer, softmax=Softmax(cap)) for layer in layers]
     size = BOUND // 2
     layers[3] = replace(layers[3], window=window, size=size if window else 0, q_norm=None)
@@ -42,19 +46,30 @@ def run(dtype, chained, n, tail, budget, kind, window, cap, offset, cut, threads
         if chained:
             shape = ScratchShape(1, 1, 4, 2, 32, BOUND, scored=True, dtype=dtype)
             scratch = make_scratch(shape, torch.device("cpu"))
-            chain = Chain(layers, dtype, 1e-5, offset, None, BOUND, scratch)
+            head = layers[0].qkv, layers[0].post_norm
+            chain = Chain(layers, dtype, 1e-5, offset, head, BOUND, scratch)
             x = chain(chain(x, 0, cut, now), cut, 4, now) if cut else chain(x, 0, 4, now)
         else:
             x = by_calls(layers, x, now, 1e-5, offset)
+            x = logits(layers[0].qkv, x, layers[0].post_norm, offset)
     finally:
         torch.set_num_threads(before)
     left = [part for layer in layers for part in (layer.k, layer.v, layer.ring)]
     return [x, counts, index[..., : int(counts)], scores[:, :n], *left]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+def logits(matrix, x, norm, offset):
+    """A head's, float32."""
+    if isinstance(matrix, Product):
+        return matrix(x, norm, 1e-5, wide=True, offset=offset)
+    x = normalize_rows(x, norm, 1e-5, offset)
+    return few_bits(x, matrix.weight, matrix.bias, out_dtype=torch.float32)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    weights=st.sampled_from(["", "int8", "int4"]),
     n=st.sampled_from([1, 2, 63, 64, 65, 127, 511, 512, 513, 1021, 1024, 1025, 1100]),
     tail=st.sampled_from([1, 64, 500]),
     budget=st.sampled_from([0, 1, 7, ROOM, 90]),
@@ -66,11 +81,12 @@ def run(dtype, chained, n, tail, budget, kind, window, cap, offset, cut, threads
     threads=st.sampled_from([1, 2]),
 )
 def test_a_chain_leaves_the_bits_of_its_calls(
-    dtype, n, tail, budget, kind, window, cap, offset, cut, threads
+    dtype, weights, n, tail, budget, kind, window, cap, offset, cut, threads
 ):
+    assert BINDING.usable() and quant.usable()
     given = n, max(0, n - tail), budget, kind, window, cap, offset, cut
-    found = run(dtype, True, *given, threads)
-    expected = run(dtype, False, *given, 1)
+    found = run(dtype, weights, True, *given, threads)
+    expected = run(dtype, weights, False, *given, 1)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
     assert found[1] == min(budget, ROOM, max(0, n - tail))

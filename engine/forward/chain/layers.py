@@ -16,10 +16,12 @@ from engine.bank.query_ring import QueryRing
 from engine.forward.ahead.queries import foreseeing
 from engine.forward.layer import LayerForm
 from engine.forward.native_layer import NativeLayer
-from engine.model.llama import Layer, Llama, Matrix
+from engine.model.llama import Layer, Llama
+from engine.model.llama import Matrix as AnyMatrix
 from kernels.chain.layers import Chain, ChainedLayer, Now, chains
+from kernels.chain.matrix import FewBits, Matrix
 from kernels.layer.linear import Linear
-from kernels.layer.native_product import Product
+from kernels.quant.linear import QuantisedLinear
 
 # who sets one of these on a runtime, as a test or a meter does, is asked in every layer
 HOOKS = "attend", "attend_dense", "attend_local"
@@ -146,9 +148,14 @@ class LayerChain:
         )
 
 
-def _taken(matrix: Matrix | None, dtype: torch.dtype) -> Product | None:
+def _taken(matrix: AnyMatrix | None, dtype: torch.dtype) -> Matrix | None:
     """A matrix as a chain takes it, for one row of x of a dtype; None: it takes it not."""
-    return matrix.product if isinstance(matrix, Linear) and matrix.dtype == dtype else None
+    if not isinstance(matrix, Linear | QuantisedLinear) or matrix.dtype != dtype:
+        return None
+    if isinstance(matrix, Linear):
+        return matrix.product
+    native = matrix.native and matrix.permutation is None
+    return FewBits(matrix.panels, matrix.bias) if native and matrix.panels is not None else None
 
 
 def _as_llamas(layer: Layer) -> bool:

@@ -35,6 +35,7 @@ WINDOW = OmniKV(filter_layers=(1, 4), tokens=24, tail=64, dense_below=0, selecto
 LATER = OmniKV(filter_layers=(1, 6), tokens=24, tail=64, dense_below=0, selector="exponential")
 LAYERS = session_config().num_layers
 ALL = {0: LAYERS}
+WIDER = {"hidden_size": 64, "intermediate_size": 128}  # whole groups of weights in few bits
 # method, fields of the model, settings, runs {first layer: behind the last}
 CASES = {
     "full": (Full(), {}, {}, ALL),
@@ -47,8 +48,16 @@ CASES = {
     "norms of heads": (SPARSE, QWEN3, {}, ALL),
     "a part rotates": (SPARSE, PHI3, {}, ALL),
     "windows": (Full(), MISTRAL, {}, ALL),
+    "int8 weights": (SPARSE, WIDER, {"weights": "int8"}, ALL),
+    "int8 weights, biases, bfloat16": (
+        SPARSE,
+        {**WIDER, **QWEN2},
+        {"weights": "int8", "dtype": "bfloat16"},
+        ALL,
+    ),
+    "int4 weights": (RAW, {**WIDER, **QWEN3}, {"weights": "int4", "dtype": "bfloat16"}, ALL),
+    "int4 weights, windows": (Full(), {**WIDER, **MISTRAL}, {"weights": "int4"}, ALL),
     # more than such a call does
-    "int8 weights": (SPARSE, {}, {"weights": "int8"}, {}),
     "int8 rows": (SPARSE, {}, {"bank": "int8"}, {}),
     "rows in host memory": (SPARSE, {}, {"offload": "host"}, {}),
     "factors": (SPARSE, GRANITE, {}, {}),
