@@ -9,10 +9,14 @@ namespace {
 
 constexpr int MOST = 8;         // rows that a block of outputs is multiplied by at a time
 constexpr int AHEAD = 4096;     // bytes between the weights that are read and those that are fetched
-// Into the second cache: the first has too few buffers for lines on their way from memory. For 1, 4, 8 and
-// 16 rows 8,192 x 1,024 weights take .57, .88, .99 and 2.0 ms; fetched into the first .66, 1.5, 1.7 and 2.7.
-constexpr int SECOND = 2;
-constexpr int NEAR = 16 << 10;  // bytes of x that stay in the first cache while W outputs pass
+// Weights are fetched into the second cache: the first has too few buffers for lines on their way from memory.
+// In vectors of 16 two to four rows read slower than one, which leaves the first its room; more fetch far ahead
+// into the second and from there into the first, for their own arithmetic waits otherwise.
+constexpr int FIRST = 3, SECOND = 2;
+template <int T> constexpr int LEVEL = W == 16 && (T == 2 || T == 4) ? FIRST : SECOND;
+template <int T> constexpr bool TWICE = W == 16 && T > 4;
+constexpr int FAR = 8192, CLOSE = 1024;
+constexpr int NEAR = (W == 16 ? 32 : 16) << 10;  // bytes of x that stay in the first cache while W outputs pass
 constexpr long LITTLE = 1 << 18;  // bytes of a weight that another thread is not woken for
 
 // How a weight's dtype is multiplied: `width` elements at a time, x as floats or as they are.
@@ -86,7 +90,10 @@ INLINE void add_columns(const char *w, long bytes, const typename P::Element *x,
             typename P::Part part[R];
             for (int r = 0; r < R; r++) {
                 const char *at = w + r * bytes + (long)(i + u * step) * K::bytes;
-                if (u * step * K::bytes % 64 == 0) __builtin_prefetch(at + fetch, 0, SECOND);
+                if (u * step * K::bytes % 64 == 0) {
+                    __builtin_prefetch(at + (TWICE<T> && fetch == AHEAD ? FAR : fetch), 0, LEVEL<T>);
+                    if (TWICE<T>) __builtin_prefetch(at + CLOSE, 0, FIRST);
+                }
                 part[r] = P::read(at);
             }
             for (int t = 0; t < T; t++) {
@@ -112,8 +119,9 @@ INLINE void add_columns(const char *w, long bytes, const typename P::Element *x,
 template <class P, int T>
 INLINE void add_block(const char *w, long bytes, int count, const typename P::Element *x, int ahead, int from,
                       int to, Floats *sums) {
-    // vectors of four take as many sums more: a sum waits for itself, and 32 registers have room
-    constexpr int R = T > 4 || (T > 2 && W == 16) || W == 4 ? 4 : T > 2 ? 2 : 1, U = T > 2 ? 1 : 2;
+    // Vectors of four take as many sums more: a sum waits for itself, and 32 registers have room. Those of 16
+    // take one weight at a time: it comes as fast as its memory gives it, and a row has the bits it has alone.
+    constexpr int R = W == 16 ? 1 : W == 4 ? 4 : T > 2 ? 2 : 1, U = W < 16 && T > 2 ? 1 : 2;
     const bool whole = (to - from) * (long)P::Kind::bytes == bytes;
     const long fetch = whole && AHEAD >= R * bytes ? AHEAD : R * bytes;
     int o = 0;
@@ -148,7 +156,7 @@ __attribute__((noinline)) static void multiply(const ProductCall &c, const typen
     }
     for (int t = 0; t < c.rows; t++) {
         Floats whole[W] = {};
-        const bool split = c.rows - t / most * most <= 2;
+        const bool split = W == 16 || c.rows - t / most * most <= 2;
         for (int o = 0; o < count; o++) whole[o] = split ? sums[t][o][0] + sums[t][o][1] : sums[t][o][0];
         found[t] = totals(whole);
     }
