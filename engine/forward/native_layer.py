@@ -40,6 +40,7 @@ from kernels.layer.native_step import (
     normalize_rows,
     rotate_rows,
     rotate_store,
+    stores,
     usable,
 )
 from kernels.quant.linear import QuantisedLinear
@@ -117,7 +118,7 @@ class NativeLayer:
             ring, unit = step.query_ring.of(number), layer.block.unit_values
             # a layer that reads another's rows stores none
             k, v, twice = step.bank.step_rows(number) if kv_heads else (None, None, None)
-            if k is None or k.dtype == x.dtype:
+            if k is None or stores(k.dtype, x.dtype, dim):
                 given = k, v, ring, step.positions, twice, norms, self._eps, self._offset, unit
                 queries.append(rotate_store(mine, c, s, *given))
                 continue

@@ -125,7 +125,7 @@ def attend(
     group = heads // units
     visited = kept + rows - start
     # else something happens to q before or to the result after, in float32
-    alike = narrow and softmax.sinks is None and k.dtype in FLOATS and q.is_contiguous()
+    alike = narrow and softmax.sinks is None and q.is_contiguous()
     if alike:
         folded, out = q, torch.empty_like(q)
     else:
@@ -189,9 +189,7 @@ def attend_own_rows(
     """
     heads, dim, units = q.shape[2], q.shape[3], len(starts)
     group, sizes = heads // units, (k.element_size(), v.element_size())
-    # of packed rows K is transformed, and so are its queries
-    alike = k.dtype in FLOATS and q.is_contiguous()
-    folded = q if alike else _folded(q[0], k, units)
+    folded = q.contiguous()
     out, lse = torch.empty_like(folded), torch.empty(units, group)
     parts = room(parts, units, group, dim, most)
     call = Call(
@@ -204,7 +202,7 @@ def attend_own_rows(
     pointers = ctypes.c_void_p(folded.data_ptr()), ctypes.c_void_p(out.data_ptr())
     given = ROWS[k.dtype], *pointers, ROWS[folded.dtype]
     check(loaded().omnikv_attend_heads(ctypes.byref(call), *given), f"attention to {k.dtype}")
-    return out.view(q.shape).to(q.dtype)
+    return out
 
 
 def attend_everything(

@@ -21,12 +21,14 @@ from kernels.attention.sparse import decode_sparse
 from kernels.chain.matrix import FewBits, Held, Matrix, held, multiply
 from kernels.launch.softmax import PLAIN, Softmax
 from kernels.layer.native_product import Product
-from kernels.layer.native_step import rotate_store
-from kernels.native.kinds import FLOATS
+from kernels.layer.native_step import rotate_store, stores
+from kernels.native.kinds import FLOATS, PACKED, ROWS
 from kernels.native.library import Binding, Case, check, loaded
 from kernels.quant import native as quant
 from kernels.quant.native import Panels
 from kernels.quant.rounding import to_int4, to_int8
+from kernels.rows.forms import DTYPES, FORMS
+from kernels.rows.native import packs
 from kernels.select import native as topk
 from kernels.select.topk import select_topk
 
@@ -44,6 +46,7 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("index", "count")),
         *((name, ctypes.c_int) for name in ("heads", "kv_heads", "dim", "slots")),
         *((name, ctypes.c_int) for name in ("window", "size", "choice", "angles")),
+        *((name, ctypes.c_int) for name in ("rows", "key_bytes", "value_bytes")),
         *((name, ctypes.c_float) for name in ("scale", "cap")),
     ]
 
@@ -99,10 +102,10 @@ class Reading(NamedTuple):
 class ChainedLayer:
     """A layer as a Chain takes it.
 
-    qkv makes [(heads + 2 kv_heads) * dim], gate_up [2 * inner]. k, v [kv_heads, T, dim], of the
-    model's dtype, last dim contiguous; ring [slots, heads, dim] contiguous. window: tokens that it
-    sees, of k and v [kv_heads, 2 * size, dim], a ring of `size` rows held twice; 0: all. angles:
-    the number of its rope among those of a step.
+    qkv makes [(heads + 2 kv_heads) * dim], gate_up [2 * inner]. k, v [kv_heads, T, dim or bytes of
+    a packed row], of the model's dtype or packed, last dim contiguous; ring [slots, heads, dim]
+    contiguous. window: tokens that it sees, of k and v [kv_heads, 2 * size, ..], a ring of `size`
+    rows held twice; 0: all. angles: the number of its rope among those of a step.
     """
 
     qkv: Matrix
@@ -125,15 +128,24 @@ class ChainedLayer:
     angles: int = 0
 
     @property
+    def dim(self) -> int:
+        """Elements of a head."""
+        return self.o.inputs // self.heads
+
+    @property
     def matrices(self) -> tuple[Matrix, ...]:
         """Its four matrices."""
         return self.qkv, self.o, self.gate_up, self.down
 
 
-def chains(k: torch.Tensor, v: torch.Tensor, softmax: Softmax) -> bool:
-    """Whether a layer of rows k, v [kv_heads, T, D] can be part of a Chain."""
-    floats = k.dtype in FLOATS and softmax.sinks is None
-    return floats and attends(k, v, k.shape[2]) and topk.BINDING.usable() and BINDING.usable()
+def chains(
+    k: torch.Tensor, v: torch.Tensor, softmax: Softmax, dtype: torch.dtype, dim: int
+) -> bool:
+    """Whether a layer of rows k, v [kv_heads, T, ..], for heads of `dim` elements of a dtype, can
+    be part of a Chain.
+    """
+    known = softmax.sinks is None and stores(k.dtype, dtype, dim)
+    return known and attends(k, v, dim) and topk.BINDING.usable() and BINDING.usable()
 
 
 class Now(NamedTuple):
@@ -197,7 +209,7 @@ class Chain:
 
     def _buffers(self, layers: Sequence[ChainedLayer]) -> list[torch.Tensor]:
         """What a layer writes and the next one writes over."""
-        width = max(layer.heads * layer.k.shape[2] for layer in layers)
+        width = max(layer.o.inputs for layer in layers)
         room = [self.hidden, max(layer.qkv.outputs for layer in layers), width, width]
         room.append(max(layer.down.inputs for layer in layers))
         buffers = [torch.empty(count, dtype=self.dtype) for count in room]
@@ -207,6 +219,8 @@ class Chain:
     def _told(self, layer: ChainedLayer) -> _Layer:
         """A layer as layers.cpp is told of it."""
         size, (index, counts, kind, _) = layer.k.element_size(), layer.reading
+        packed = layer.k.dtype in PACKED
+        widths = [rows.shape[2] if packed else 0 for rows in (layer.k, layer.v)]
         norms = layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm
         matrices = [self._held(matrix, self.dtype) for matrix in layer.matrices]
         self._kept += [*norms, index, counts]
@@ -214,8 +228,8 @@ class Chain:
             *matrices, *map(_pointer, norms), *map(_pointer, (layer.k, layer.v, layer.ring)),
             *(step * size for rows in (layer.k, layer.v) for step in rows.stride()[:2]),
             _pointer(index), _pointer(counts),
-            layer.heads, len(layer.k), layer.k.shape[2], len(layer.ring),
-            layer.window, layer.size, CHOICES[kind], layer.angles,
+            layer.heads, len(layer.k), layer.dim, len(layer.ring),
+            layer.window, layer.size, CHOICES[kind], layer.angles, ROWS[layer.k.dtype], *widths,
             layer.scale, layer.softmax.cap,
         )  # fmt: skip
 
@@ -252,8 +266,8 @@ def _part_floats(rows: int) -> Callable[[ChainedLayer], int]:
     """Counts the floats of `parts` of a layer that reads so many rows."""
 
     def count(layer: ChainedLayer) -> int:
-        kv_heads, _, dim = layer.k.shape
-        return part_floats(kv_heads, layer.heads // kv_heads, dim, rows)
+        kv_heads = len(layer.k)
+        return part_floats(kv_heads, layer.heads // kv_heads, layer.dim, rows)
 
     return count
 
@@ -283,7 +297,7 @@ def by_calls(
         k, v, norms = layer.k[None], layer.v[None], None
         if layer.q_norm is not None:
             norms = layer.q_norm, layer.k_norm
-        qkv = multiply(layer.qkv, x, layer.input_norm, eps, offset).view(1, 1, -1, k.shape[3])
+        qkv = multiply(layer.qkv, x, layer.input_norm, eps, offset).view(1, 1, -1, layer.dim)
         twice = (0, layer.size) if layer.window else None
         ring, angles = layer.ring[None], now.angles[layer.angles]
         q = rotate_store(qkv, *angles, k, v, ring, now.position, twice, norms, eps, offset)
@@ -313,10 +327,11 @@ def some_layers(
     generator: torch.Generator,
     readings: Sequence[Reading],
     kind: str = "",
+    bank: str = "",
 ) -> list[ChainedLayer]:
     """Small layers for tests, one for each reading: random weights of 48 columns, 4 query heads
     over 2 K/V heads of 32, and `rows` random rows k, v [2, rows, 32]. kind: "int8" or "int4", of
-    weights in groups of 16, with biases; "": weights are of the dtype.
+    weights in groups of 16, with biases; bank: a name of packed rows; "": both are of the dtype.
     """
     heads, kv_heads, dim, hidden, inner = 4, 2, 32, 48, 80
 
@@ -330,12 +345,16 @@ def some_layers(
         few = to_int8(weight, 16) if kind == "int8" else to_int4(weight, 16)
         return FewBits(Panels.of(few), draw(outputs))
 
+    def rows_of(side: str) -> torch.Tensor:
+        drawn = draw(kv_heads, rows, dim)
+        return getattr(FORMS[DTYPES[bank]], side).pack(drawn) if bank else drawn
+
     return [
         ChainedLayer(
             matrix((heads + 2 * kv_heads) * dim, hidden), matrix(hidden, heads * dim),
             matrix(2 * inner, hidden), matrix(hidden, inner),
             draw(hidden), draw(hidden), draw(dim), draw(dim),
-            draw(kv_heads, rows, dim), draw(kv_heads, rows, dim), draw(8, heads, dim),
+            rows_of("keys"), rows_of("values"), draw(8, heads, dim),
             heads, reading, dim**-0.5, PLAIN,
         )
         for reading in readings
@@ -344,9 +363,10 @@ def some_layers(
 
 @BINDING.self_test
 def _cases() -> Iterator[Case]:
-    some = [(dtype, "") for dtype in FLOATS]
-    some += [(torch.bfloat16, "int8")] if quant.usable() else []
-    for dtype, kind in some:
+    some = [(dtype, "", "") for dtype in FLOATS]
+    some += [(torch.bfloat16, "int8", "")] if quant.usable() else []
+    some += [(torch.bfloat16, "", "int8")] if packs(torch.int8, 32) else []
+    for dtype, kind, bank in some:
         found = []
         for chained in (True, False):
             generator, n = torch.Generator().manual_seed(1), 300
@@ -354,7 +374,7 @@ def _cases() -> Iterator[Case]:
             scores = torch.zeros(1, n)
             chosen = Reading(index, counts)
             readings = Reading(), Reading(index, counts, "softmax", scores), chosen
-            layers = some_layers(dtype, n, generator, readings, kind)
+            layers = some_layers(dtype, n, generator, readings, kind, bank)
             angles = [(torch.rand(1, 1, 16, generator=generator),) * 2]
             now = Now(n, 128, 24, torch.tensor([[n - 1]]), angles)
             x = torch.randn(1, 1, 48, generator=generator).to(dtype)
@@ -366,4 +386,4 @@ def _cases() -> Iterator[Case]:
                 x = by_calls(layers, x, now, 1e-5)
             found.append((x, index, layers[2].k, layers[2].ring))
         for name, one, other in zip(("x", "choice", "K", "queries"), *found):
-            yield f"{name} behind layers in {dtype} {kind}", one, other, one.dtype
+            yield f"{name} behind layers in {dtype} {kind} {bank}", one, other, one.dtype

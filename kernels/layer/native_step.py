@@ -16,14 +16,15 @@ from kernels.launch.dispatch import NATIVE
 from kernels.layer.norm import normalize_rows_ref
 from kernels.layer.prompt_fused import rotate_rows_ref, swiglu_rows_ref
 from kernels.layer.rotate_store import rotate_store_ref
-from kernels.native.kinds import FLOATS
+from kernels.native.kinds import FLOATS, PACKED
 from kernels.native.library import Binding, Case, loaded
+from kernels.rows.native import packs
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped", "relu2")  # as activation.h numbers them
 
 
 class _Call(ctypes.Structure):
-    """`Call` of step.cpp."""
+    """`Rotation` of rotation.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("qkv", "cos", "sin", "out", "k", "v")),
@@ -47,7 +48,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm")),
         ("wide", ctypes.c_int),
         ("offset", ctypes.c_float),
-        ("unit", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("unit", "packed", "key_bytes", "value_bytes")),
     ]
 
 
@@ -103,6 +104,13 @@ def normalize_rows(
     return out
 
 
+def stores(rows: torch.dtype, dtype: torch.dtype, dim: int) -> bool:
+    """Whether `rotate_store` writes rows of a dtype for heads of `dim` elements of another: of the
+    same, or packed.
+    """
+    return rows == dtype or packs(rows, dim)
+
+
 def rotate_store(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -121,7 +129,7 @@ def rotate_store(
     does.
 
     qkv [B, Q, H + 2 Hkv, D] contiguous; cos, sin float32 [B, Q, R/2] contiguous, R <= D: dimensions
-    from R on stay; the bank's views, of qkv's dtype, ring, positions and twice as in
+    from R on stay; the bank's views, as `stores` says, ring, positions and twice as in
     kernels/layer/store.py. bank_v None: V is K, as rotated, and qkv [B, Q, H + Hkv, D] has no V;
     both None: the layer reads another's rows, and qkv is q alone. norms ([D], [D] or None): every
     head of q and of k is divided by its root mean square and scaled first, as `normalize_rows`
@@ -131,15 +139,17 @@ def rotate_store(
     batch, queries, _, dim = qkv.shape
     kv_heads, slots, heads = 0 if bank_k is None else bank_k.shape[1], ring.shape[1], ring.shape[2]
     out = torch.empty(batch, queries, heads, dim, dtype=qkv.dtype)
-    size = qkv.element_size()
+    packed = bank_k is not None and bank_k.dtype in PACKED
+    widths = [0 if rows is None else rows.shape[-1] for rows in (bank_k, bank_v)]
     call = _Call(
         qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
         *(None if rows is None else rows.data_ptr() for rows in (bank_k, bank_v)),
-        *(step * size for rows in (bank_k, bank_v) for step in _steps(rows)),
+        *(step for rows in (bank_k, bank_v) for step in _steps(rows)),
         ring.data_ptr(), positions.data_ptr(),
         batch, queries, heads, kv_heads, dim, cos.shape[-1], slots, *(twice or (0, 0)),
         eps, *(None if norm is None else norm.data_ptr() for norm in norms or (None, None)),
         offset is not None, offset or 0.0, unit and bank_v is not None,
+        *((PACKED[bank_k.dtype], *widths) if packed and bank_k is not None else (0, 0, 0)),
     )  # fmt: skip
     _functions()["rotate_store"](ctypes.byref(call), FLOATS[qkv.dtype])
     return out
@@ -216,8 +226,9 @@ def _copy_rows(to: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _steps(rows: torch.Tensor | None) -> tuple[int, ...]:
-    """The strides of a bank's rows [B, Hkv, n, D], but of D."""
-    return (0, 0, 0) if rows is None else rows.stride()[:3]
+    """The strides of a bank's rows [B, Hkv, n, D] in bytes, but of D."""
+    size = 0 if rows is None else rows.element_size()
+    return (0, 0, 0) if rows is None else tuple(step * size for step in rows.stride()[:3])
 
 
 @functools.cache

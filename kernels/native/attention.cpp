@@ -63,9 +63,10 @@ extern "C" void omnikv_head_most(const float *logits, const float *lse, int list
 
 namespace {
 
-// q and out as a step has them, [queries][heads * group][dim] of a float kind.
+// q and out as a step has them, [queries][heads * group][dim] of a float kind. turned: q is transformed as packed
+// rows of K are.
 template <class K>
-static int attend_heads(const Call &given, int kind, const char *q, char *out) {
+static int attend_heads(const Call &given, int kind, const char *q, char *out, bool turned) {
     static thread_local Scratch scratch;
     const int rows = given.queries * given.group;
     const long total = (long)given.heads * rows * given.dim;
@@ -73,7 +74,9 @@ static int attend_heads(const Call &given, int kind, const char *q, char *out) {
     if (!folded) return 2;
     Call c = given;
     c.q = folded, c.out = folded + total;
+    const int run = run_of(given.dim), factor = query_factor(given.dim);
     for (int pass = 0; pass < 2; pass++) {
+        if (pass && turned) omnikv_transform(folded, total / given.dim, given.dim, run, factor, given.threads, folded);
         if (const int found = pass ? omnikv_attend(&c, kind) : 0) return found;
         long at = 0;  // in q and out
         for (int j = 0; j < c.queries; j++)
@@ -89,12 +92,13 @@ static int attend_heads(const Call &given, int kind, const char *q, char *out) {
 
 }  // namespace
 
-// As omnikv_attend, of q in its own dtype and order; out alike.
+// As omnikv_attend, of q in its own dtype and order; out alike. For packed rows q is transformed here.
 extern "C" int omnikv_attend_heads(const Call *c, int kind, const char *q, char *out, int q_kind) {
-    if (q_kind == FLOAT32) return attend_heads<Float32>(*c, kind, q, out);
-    if (q_kind == BFLOAT16) return attend_heads<BFloat16>(*c, kind, q, out);
+    const bool turned = kind != FLOAT32 && kind != BFLOAT16 && kind != FLOAT16;
+    if (q_kind == FLOAT32) return attend_heads<Float32>(*c, kind, q, out, turned);
+    if (q_kind == BFLOAT16) return attend_heads<BFloat16>(*c, kind, q, out, turned);
 #if defined(HAS_FLOAT16)
-    if (q_kind == FLOAT16) return attend_heads<Float16>(*c, kind, q, out);
+    if (q_kind == FLOAT16) return attend_heads<Float16>(*c, kind, q, out, turned);
 #endif
     return 1;
 }

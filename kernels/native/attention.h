@@ -7,6 +7,7 @@
 #include "int8_dot.h"
 #include "pairs.h"
 #include "team.h"
+#include "transform.h"
 #include <type_traits>
 
 namespace {
@@ -368,9 +369,7 @@ static void attend_split(const Call &c, int head, int s) {
 
 // Transforms a sum of transformed rows back (kernels/rows/hadamard.py): [dim], in place.
 INLINE void turn_back(float *x, int dim) {
-    const int half = dim / 2, run = half & -half;
-    float factor = 1;  // `query_factor` of transform_size.py
-    for (int n = 2 * run; n > 1; n >>= 2) factor *= 2;
+    const int half = dim / 2, run = run_of(dim), factor = query_factor(dim);
     for (int size = 1; size < run; size *= 2)
         for (int at = 0; at < dim; at += 2 * size)
             for (int i = at; i < at + size; i++) {

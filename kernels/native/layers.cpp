@@ -37,6 +37,7 @@ struct Layer {
     int window, size;        // it sees so many tokens, in a ring of `size` rows that is held twice; 0: all tokens
     int choice;              // of Choice
     int angles;              // which of the step's
+    int rows, key_bytes, value_bytes;  // kind of the bank's rows; bytes of one, where they are packed, or 0
     float scale, cap;        // of logits
 };
 
@@ -90,6 +91,7 @@ static int rotate(const Step &s, const Layer &l) {
     r.ring = l.ring, r.positions = s.position;
     r.batch = r.queries = 1, r.heads = l.heads, r.kv_heads = l.kv_heads, r.dim = l.dim;
     r.pairs = (int)turn.pairs, r.slots = l.slots, r.count = l.size;
+    if (l.key_bytes) r.packed = l.rows, r.key_bytes = l.key_bytes, r.value_bytes = l.value_bytes;
     r.eps = s.eps, r.q_norm = l.q_norm, r.k_norm = l.k_norm, r.wide = s.norms;
     return omnikv_rotate_store(&r, s.kind);
 }
@@ -111,7 +113,7 @@ static int attend(const Step &s, const Layer &l) {
     c.heads = l.kv_heads, c.queries = 1, c.group = l.heads / l.kv_heads, c.dim = l.dim;
     c.kept = kept, c.start = (int)first, c.visited = (int)(kept + stop - first), c.ahead = c.visited;
     c.split = s.split, c.threads = s.threads, c.shared = 1, c.scale = l.scale, c.cap = l.cap, c.unit = 1;
-    return omnikv_attend_heads(&c, s.kind, s.q, s.attended, s.kind);
+    return omnikv_attend_heads(&c, l.rows, s.q, s.attended, s.kind);
 }
 
 static void choose(const Step &s, const Layer &l) {

@@ -18,6 +18,7 @@ struct Rotation {
     const char *q_norm, *k_norm;  // [dim] or NULL: what each head of q and k is normed and scaled by first
     Wide wide;
     int unit;  // whether each head of v is divided by its root mean square first
+    int packed, key_bytes, value_bytes;  // the bank's rows are of this kind of few bits, so many bytes each; 0: floats
 };
 
 }  // namespace

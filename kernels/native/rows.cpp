@@ -1,6 +1,7 @@
 // Rows of K and V rounded to few bits as kernels/rows/int8.py, rows_int4.py and rows_fp8.py round
 // them, to the bit: no product is added in one rounding, and errors are summed as whole numbers.
 #include "team.h"
+#include "transform.h"
 #include "vector.h"
 
 namespace {

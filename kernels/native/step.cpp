@@ -5,8 +5,13 @@
 #include "norm.h"
 #include "rotation.h"
 #include "team.h"
+#include "transform.h"
+
+extern "C" void omnikv_pack(const float *x, long rows, int dim, int width, int kind, int threads, uint8_t *out);
 
 namespace {
+
+constexpr int LONGEST = 1024;  // elements of a packed row
 
 constexpr long MANY = 1 << 16;  // numbers from which on a team shares them
 
@@ -51,6 +56,32 @@ INLINE void turn(const char *head, const float *cos, const float *sin, int pairs
     memcpy(out + 2 * pairs * K::bytes, head + 2 * pairs * K::bytes, (dim - 2 * pairs) * K::bytes);
 }
 
+// A row of K or of V in few bits (kernels/rows/forms.py), of at most LONGEST elements in whole vectors.
+template <class K>
+static void pack(const Rotation &c, const char *row, bool key, char *to) {
+    alignas(64) float wide[LONGEST];
+    for (int i = 0; i < c.dim; i += W) store(wide + i, K::read(row, i));
+    const bool four = c.packed == INT4;
+    if (key || four) omnikv_transform(wide, 1, c.dim, run_of(c.dim), row_factor(c.dim), 1, wide);
+    const int kind = !four ? c.packed : key ? INT4_KEYS : INT4_VALUES;
+    omnikv_pack(wide, 1, c.dim, key ? c.key_bytes : c.value_bytes, kind, 1, (uint8_t *)to);
+}
+
+// Stores K, turned, and V of one head at rows of the bank.
+template <class K>
+static void keep(const Rotation &c, const char *head, const float *cos, const float *sin, char *k, char *v) {
+    const long size = (long)c.dim * K::bytes, both = c.kv_heads * size;
+    if (!c.packed) {
+        turn<K>(head, cos, sin, c.pairs, c.dim, k);
+        if (v) memcpy(v, head + both, size);
+        return;
+    }
+    alignas(64) char turned[LONGEST * K::bytes];
+    turn<K>(head, cos, sin, c.pairs, c.dim, turned);
+    pack<K>(c, turned, true, k);
+    if (v) pack<K>(c, head + both, false, v);
+}
+
 template <class K>
 static void rotate_store(const Rotation &c) {
     const long size = (long)c.dim * K::bytes, all_heads = c.heads + (c.v ? 2 : 1) * c.kv_heads;
@@ -70,12 +101,11 @@ static void rotate_store(const Rotation &c) {
         const long row = c.count ? c.first + at % c.count : at;
         for (int h = 0; h < c.kv_heads; h++, head += size) {
             char *k = c.k + b * c.key_batch + h * c.key_head + row * c.key_row;
-            char *v = c.v + b * c.value_batch + h * c.value_head + row * c.value_row;
-            turn<K>(head, cos, sin, c.pairs, c.dim, k);
-            if (c.v) memcpy(v, head + c.kv_heads * size, size);
+            char *v = c.v ? c.v + b * c.value_batch + h * c.value_head + row * c.value_row : nullptr;
+            keep<K>(c, head, cos, sin, k, v);
             if (!c.count) continue;
-            memcpy(k + c.count * c.key_row, k, size);
-            if (c.v) memcpy(v + c.count * c.value_row, v, size);
+            memcpy(k + c.count * c.key_row, k, c.packed ? c.key_bytes : size);
+            if (v) memcpy(v + c.count * c.value_row, v, c.packed ? c.value_bytes : size);
         }
     }
 }

@@ -31,6 +31,15 @@ def takes(binding: Binding, x: torch.Tensor) -> bool:
     return not dim % LANES and dim <= LONGEST and binding.usable()
 
 
+def packs(rows: torch.dtype, dim: int) -> bool:
+    """Whether the C++ kernels round rows of `dim` elements into packed rows of a dtype."""
+    binding = {torch.int8: INT8, torch.uint8: INT4, torch.float8_e4m3fn: FP8}.get(rows)
+    most = LONGEST // 4 if rows == torch.uint8 else LONGEST
+    if binding is None or dim % LANES or dim > most:
+        return False
+    return binding.usable() and TRANSFORM.usable()
+
+
 def rows_to_try() -> torch.Tensor:
     """Rows [40, 64] for self-tests: large, small and zero ones."""
     x = torch.randn(40, 64, generator=torch.Generator().manual_seed(1))

@@ -15,13 +15,14 @@ from kernels.layer.native_step import normalize_rows
 from kernels.native.library import missing
 from kernels.quant import native as quant
 from kernels.quant.native import product as few_bits
+from kernels.rows.forms import FORMS, as_bytes
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 BOUND = 1100  # rows: more than a thread takes at a time
 ROOM = 40  # places of an index
 
 
-def run(dtype, weights, chained, n, tail, budget, kind, window, cap, offset, cut, threads):
+def run(dtype, weights, bank, chained, n, tail, budget, kind, window, cap, offset, cut, threads):
     """A chain of four layers, or its calls: (x, and all that it leaves)."""
     generator = torch.Generator().manual_seed(n + budget)
     index, counts = torch.full((1, 1, ROOM), -1, dtype=torch.int32), torch.zeros(1).int()
@@ -32,7 +33,7 @@ def run(dtype, weights, chained, n, tail, budget, kind, window, cap, offset, cut
         Reading(index, counts),
         Reading(),
     ]
-    layers = some_layers(dtype, BOUND, generator, readings, weights)
+    layers = some_layers(dtype, BOUND, generator, readings, weights, bank)
     layers = [replace(layer, softmax=Softmax(cap)) for layer in layers]
     size = BOUND // 2
     layers[3] = replace(layers[3], window=window, size=size if window else 0, q_norm=None)
@@ -54,7 +55,7 @@ def run(dtype, weights, chained, n, tail, budget, kind, window, cap, offset, cut
             x = logits(layers[0].qkv, x, layers[0].post_norm, offset)
     finally:
         torch.set_num_threads(before)
-    left = [part for layer in layers for part in (layer.k, layer.v, layer.ring)]
+    left = [as_bytes(part) for layer in layers for part in (layer.k, layer.v, layer.ring)]
     return [x, counts, index[..., : int(counts)], scores[:, :n], *left]
 
 
@@ -70,6 +71,7 @@ def logits(matrix, x, norm, offset):
 @given(
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     weights=st.sampled_from(["", "int8", "int4"]),
+    bank=st.sampled_from(["", "int8", "int4", "fp8"]),
     n=st.sampled_from([1, 2, 63, 64, 65, 127, 511, 512, 513, 1021, 1024, 1025, 1100]),
     tail=st.sampled_from([1, 64, 500]),
     budget=st.sampled_from([0, 1, 7, ROOM, 90]),
@@ -81,21 +83,26 @@ def logits(matrix, x, norm, offset):
     threads=st.sampled_from([1, 2]),
 )
 def test_a_chain_leaves_the_bits_of_its_calls(
-    dtype, weights, n, tail, budget, kind, window, cap, offset, cut, threads
+    dtype, weights, bank, n, tail, budget, kind, window, cap, offset, cut, threads
 ):
     assert BINDING.usable() and quant.usable()
     given = n, max(0, n - tail), budget, kind, window, cap, offset, cut
-    found = run(dtype, weights, True, *given, threads)
-    expected = run(dtype, weights, False, *given, 1)
+    found = run(dtype, weights, bank, True, *given, threads)
+    expected = run(dtype, weights, bank, False, *given, 1)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
     assert found[1] == min(budget, ROOM, max(0, n - tail))
 
 
 def test_what_a_chain_takes():
-    """Floats of its own dtype under whole vectors, and no sinks."""
-    rows = torch.zeros(2, 8, 32)
-    assert chains(rows, rows, Softmax(3.0))
-    assert not chains(rows, rows, Softmax(0.0, torch.zeros(4)))
-    assert not chains(rows.to(torch.int8), rows.to(torch.int8), Softmax())
-    assert not chains(rows[..., :20], rows[..., :20], Softmax())
+    """Rows of its own dtype or in few bits under whole vectors, and no sinks."""
+    rows, of = torch.zeros(2, 8, 32), (torch.float32, 32)
+    assert chains(rows, rows, Softmax(3.0), *of)
+    assert not chains(rows, rows, Softmax(0.0, torch.zeros(4)), *of)
+    assert not chains(rows, rows, Softmax(), torch.bfloat16, 32)
+    for form in FORMS.values():
+        sides = form.keys.pack(rows), form.values.pack(rows)
+        assert chains(*sides, Softmax(), *of) and chains(*sides, Softmax(), torch.bfloat16, 32)
+    assert not chains(rows[..., :20], rows[..., :20], Softmax(), torch.float32, 20)
+    small = FORMS[torch.int8].keys.pack(rows[..., :24])
+    assert not chains(small, small, Softmax(), torch.float32, 24)

@@ -18,17 +18,21 @@ from kernels.layer.native_step import (
     normalize_rows,
     rotate_rows,
     rotate_store,
+    stores,
 )
 from kernels.layer.norm import normalize_rows_ref
 from kernels.layer.prompt_fused import rotate_rows_ref, swiglu_rows_ref
 from kernels.layer.rotate_store import rotate_store_ref
 from kernels.native.library import missing
+from kernels.rows.forms import DTYPES as NAMED
+from kernels.rows.forms import FORMS, as_bytes
 from tests.no_compiler import no_compiler
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 EPS = 1e-5
+
 WIDE = "avx512", "avx512_bf16", "amx"  # vectors of 16: a row has the bits that it has alone
 
 
@@ -242,6 +246,53 @@ def test_a_chunk_is_rotated_as_torch_does(
     turns = rotate_rows_ref(turns, angle.cos(), angle.sin(), turned)
     still = expected[:, :, :turned, 2 * pairs :]
     assert torch.equal(found, torch.cat((turns, still), -1))
+
+
+@FEW
+@given(
+    dtype=st.sampled_from(DTYPES),
+    name=st.sampled_from([*NAMED]),
+    dim=st.sampled_from([32, 64, 96, 128, 256]),
+    heads=st.sampled_from([(1, 1), (4, 1), (8, 8)]),
+    queries=st.sampled_from([1, 3]),
+    twice=st.sampled_from([None, (0, 8), (5, 11)]),
+    norms=st.booleans(),
+    unit=st.booleans(),
+    scale=st.sampled_from([1e-30, 1.0, 300.0]),
+)
+def test_rows_in_few_bits_are_those_of_floats_that_are_rounded(
+    dtype, name, dim, heads, queries, twice, norms, unit, scale
+):
+    """To the bit, wherever they lie; nothing else of the bank changes."""
+    torch.manual_seed(dim + queries)
+    form, (count, kv_heads), batch = FORMS[NAMED[name]], heads, 2
+    qkv = (torch.randn(batch, queries, count + 2 * kv_heads, dim) * scale).to(dtype)
+    angles = torch.rand(2, batch, queries, dim // 2).unbind()
+    positions = torch.tensor([[3], [17]]) + torch.arange(queries)
+    norms = tuple(torch.randn(2, dim).to(dtype)) if norms else None
+    given = positions, twice, norms, EPS, None, unit
+    assert stores(NAMED[name], dtype, dim)
+    plain = [torch.zeros(batch, kv_heads, 40, dim, dtype=dtype) for _ in "kv"]
+    rings = [torch.zeros(batch, 4, count, dim, dtype=dtype) for _ in "ab"]
+    expected = rotate_store(qkv.clone(), *angles, *plain, rings[0], *given)
+    sides = form.keys, form.values
+    held = [
+        torch.full((batch, 40, kv_heads, side.width(dim)), 7, dtype=torch.uint8) for side in sides
+    ]
+    views = [rows.view(NAMED[name]).transpose(1, 2) for rows in held]
+    found = rotate_store(qkv.clone(), *angles, *views, rings[1], *given)
+    assert torch.equal(found, expected) and torch.equal(*rings)
+    first, size = twice or (0, 0)
+    written = {
+        int(p) % size + first + more if size else int(p) for p in positions[0] for more in (0, size)
+    }
+    for side, rows, packed in zip(sides, plain, held):
+        same = as_bytes(side.pack(rows)).view(torch.uint8).transpose(1, 2)
+        for at in range(40):
+            assert torch.equal(
+                packed[0, at], same[0, at] if at in written else packed[0, at] * 0 + 7
+            )
+        assert (packed[1] != 7).any()
 
 
 @FEW

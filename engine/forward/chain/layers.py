@@ -121,7 +121,7 @@ class LayerChain:
             return None
         k, v, _ = bank.step_rows(number)
         k, v, softmax = k[0], v[0], runtime.softmax[number]
-        if k.dtype != dtype or not ring.is_contiguous() or not chains(k, v, softmax):
+        if not ring.is_contiguous() or not chains(k, v, softmax, dtype, dim):
             return None
         window = bank.window_ring(number)
         seen, held_rows = (0, 0) if window is None else (window.window, window.size)

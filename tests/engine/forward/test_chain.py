@@ -35,6 +35,7 @@ WINDOW = OmniKV(filter_layers=(1, 4), tokens=24, tail=64, dense_below=0, selecto
 LATER = OmniKV(filter_layers=(1, 6), tokens=24, tail=64, dense_below=0, selector="exponential")
 LAYERS = session_config().num_layers
 ALL = {0: LAYERS}
+WIDER_HEADS = {"head_dim": 32}
 WIDER = {"hidden_size": 64, "intermediate_size": 128}  # whole groups of weights in few bits
 # method, fields of the model, settings, runs {first layer: behind the last}
 CASES = {
@@ -57,8 +58,12 @@ CASES = {
     ),
     "int4 weights": (RAW, {**WIDER, **QWEN3}, {"weights": "int4", "dtype": "bfloat16"}, ALL),
     "int4 weights, windows": (Full(), {**WIDER, **MISTRAL}, {"weights": "int4"}, ALL),
+    "int8 rows": (SPARSE, WIDER_HEADS, {"bank": "int8", "dtype": "bfloat16"}, ALL),
+    "int4 rows, norms of heads": (RAW, {**WIDER_HEADS, **QWEN3}, {"bank": "int4"}, ALL),
+    "fp8 rows": (Full(), WIDER_HEADS, {"bank": "fp8", "dtype": "float16"}, ALL),
+    "int8 rows, windows": (Full(), {**WIDER_HEADS, **MISTRAL}, {"bank": "int8"}, ALL),
     # more than such a call does
-    "int8 rows": (SPARSE, {}, {"bank": "int8"}, {}),
+    "int8 rows of half a vector": (SPARSE, {"head_dim": 24}, {"bank": "int8"}, {}),
     "rows in host memory": (SPARSE, {}, {"offload": "host"}, {}),
     "factors": (SPARSE, GRANITE, {}, {}),
     "norms on both sides": (Full(), GEMMA2, {}, {}),
