@@ -269,7 +269,9 @@ class NativeLayer:
             return through_mlp(layer, x, eps)
         gated = block.activation == "silu" and block.gate == 1.0 and layer.cut is None
         mixed = multiply(x, layer.gate_up, layer.post_norm, eps, gated=gated, offset=offset)
-        if not gated:
+        if not gated and block.gate == 1.0 and layer.cut is None:
+            mixed = act_rows(mixed, block.activation)
+        elif not gated:
             mixed = activated_mlp(mixed, layer)
         if block.down == 1.0:
             return self._through(layer, mixed, layer.down, layer.down_norm, x)

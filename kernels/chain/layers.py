@@ -21,7 +21,13 @@ from kernels.attention.sparse import decode_sparse
 from kernels.chain.matrix import FewBits, Held, Matrix, held, multiply
 from kernels.launch.softmax import PLAIN, Softmax
 from kernels.layer.native_product import Product
-from kernels.layer.native_step import rotate_store, stores
+from kernels.layer.native_step import (
+    ACTIVATIONS,
+    act_rows,
+    normalize_rows,
+    rotate_store,
+    stores,
+)
 from kernels.native.kinds import FLOATS, PACKED, ROWS
 from kernels.native.library import Binding, Case, check, loaded
 from kernels.quant import native as quant
@@ -35,19 +41,23 @@ from kernels.select.topk import select_topk
 CHOICES = {"": 0, "softmax": 1, "raw": 2}  # `Choice` of layers.cpp
 
 
+_NORMS = "input", "post", "q", "k", "o", "down"
+
+
 class _Layer(ctypes.Structure):
     """`Layer` of layers.cpp."""
 
     _fields_ = [
         *((name, Held) for name in ("qkv", "o", "gate_up", "down")),
-        *((f"{name}_norm", ctypes.c_void_p) for name in ("input", "post", "q", "k")),
+        *((f"{name}_norm", ctypes.c_void_p) for name in _NORMS),
         *((name, ctypes.c_void_p) for name in ("k", "v", "ring")),
         *((name, ctypes.c_long) for name in ("key_head", "key_row", "value_head", "value_row")),
         *((name, ctypes.c_void_p) for name in ("index", "count")),
         *((name, ctypes.c_int) for name in ("heads", "kv_heads", "dim", "slots")),
         *((name, ctypes.c_int) for name in ("window", "size", "choice", "angles")),
         *((name, ctypes.c_int) for name in ("rows", "key_bytes", "value_bytes")),
-        *((name, ctypes.c_float) for name in ("scale", "cap")),
+        *((name, ctypes.c_int) for name in ("widths", "made", "activation")),
+        *((name, ctypes.c_float) for name in ("scale", "cap", "residual")),
     ]
 
 
@@ -57,7 +67,8 @@ class _Angles(ctypes.Structure):
     _fields_ = [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p), ("pairs", ctypes.c_long)]
 
 
-_BUFFERS = "normed", "qkv", "q", "attended", "mixed", "scratch", "lse", "parts", "logits"
+_OWN = "normed", "qkv", "q", "attended", "made", "mixed", "part"
+_BUFFERS = *_OWN, "scratch", "lse", "parts", "logits"
 
 
 class _Step(ctypes.Structure):
@@ -106,6 +117,10 @@ class ChainedLayer:
     a packed row], of the model's dtype or packed, last dim contiguous; ring [slots, heads, dim]
     contiguous. window: tokens that it sees, of k and v [kv_heads, 2 * size, ..], a ring of `size`
     rows held twice; 0: all. angles: the number of its rope among those of a step.
+
+    o_norm, down_norm [hidden]: of what a half adds to x, or None; residual: what that is multiplied
+    by. activation: between gate and up and down, one of ACTIVATIONS without bounds of its own.
+    widths: q_norm and k_norm are of all heads at once.
     """
 
     qkv: Matrix
@@ -126,6 +141,16 @@ class ChainedLayer:
     window: int = 0
     size: int = 0
     angles: int = 0
+    o_norm: torch.Tensor | None = None
+    down_norm: torch.Tensor | None = None
+    activation: str = "silu"
+    residual: float = 1.0
+    widths: bool = False
+
+    @property
+    def norms(self) -> tuple[torch.Tensor | None, ...]:
+        """Its norms, as `Layer` of layers.cpp has them."""
+        return tuple(getattr(self, f"{name}_norm") for name in _NORMS)
 
     @property
     def dim(self) -> int:
@@ -210,8 +235,10 @@ class Chain:
     def _buffers(self, layers: Sequence[ChainedLayer]) -> list[torch.Tensor]:
         """What a layer writes and the next one writes over."""
         width = max(layer.o.inputs for layer in layers)
-        room = [self.hidden, max(layer.qkv.outputs for layer in layers), width, width]
-        room.append(max(layer.down.inputs for layer in layers))
+        made = max(layer.gate_up.outputs for layer in layers)
+        mixed = max(layer.down.inputs for layer in layers)
+        room = [self.hidden, max(layer.qkv.outputs for layer in layers), width, width, made, mixed]
+        room.append(self.hidden)
         buffers = [torch.empty(count, dtype=self.dtype) for count in room]
         lse = torch.empty(max(layer.heads for layer in layers))
         return [*buffers, torch.empty(self._few), lse]
@@ -221,7 +248,7 @@ class Chain:
         size, (index, counts, kind, _) = layer.k.element_size(), layer.reading
         packed = layer.k.dtype in PACKED
         widths = [rows.shape[2] if packed else 0 for rows in (layer.k, layer.v)]
-        norms = layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm
+        norms, activation = layer.norms, ACTIVATIONS.index(layer.activation)
         matrices = [self._held(matrix, self.dtype) for matrix in layer.matrices]
         self._kept += [*norms, index, counts]
         return _Layer(
@@ -230,7 +257,8 @@ class Chain:
             _pointer(index), _pointer(counts),
             layer.heads, len(layer.k), layer.dim, len(layer.ring),
             layer.window, layer.size, CHOICES[kind], layer.angles, ROWS[layer.k.dtype], *widths,
-            layer.scale, layer.softmax.cap,
+            layer.widths and layer.q_norm is not None, layer.gate_up.outputs, activation,
+            layer.scale, layer.softmax.cap, layer.residual,
         )  # fmt: skip
 
     def _held(self, matrix: Matrix, out_dtype: torch.dtype) -> Held:
@@ -295,9 +323,11 @@ def by_calls(
     for layer in layers:
         index, counts, kind, scores = layer.reading
         k, v, norms = layer.k[None], layer.v[None], None
-        if layer.q_norm is not None:
-            norms = layer.q_norm, layer.k_norm
         qkv = multiply(layer.qkv, x, layer.input_norm, eps, offset).view(1, 1, -1, layer.dim)
+        if layer.q_norm is not None and layer.widths:
+            _norm_widths(layer, qkv, eps, offset)
+        elif layer.q_norm is not None:
+            norms = layer.q_norm, layer.k_norm
         twice = (0, layer.size) if layer.window else None
         ring, angles = layer.ring[None], now.angles[layer.angles]
         q = rotate_store(qkv, *angles, k, v, ring, now.position, twice, norms, eps, offset)
@@ -315,10 +345,37 @@ def by_calls(
             found = decode_sparse(q, k, v, *given, softmax=layer.softmax)
         else:
             found = decode_dense(q, k, v, lengths, layer.scale, softmax=layer.softmax)
-        x = multiply(layer.o, found.flatten(2), residual=x)
-        mixed = multiply(layer.gate_up, x, layer.post_norm, eps, offset, gated=True)
-        x = multiply(layer.down, mixed, residual=x)
+        x = _added(layer, layer.o, found.flatten(2), layer.o_norm, x, eps, offset)
+        gated = layer.activation == "silu"
+        mixed = multiply(layer.gate_up, x, layer.post_norm, eps, offset, gated=gated)
+        mixed = mixed if gated else act_rows(mixed, layer.activation)
+        x = _added(layer, layer.down, mixed, layer.down_norm, x, eps, offset)
     return x
+
+
+def _norm_widths(layer: ChainedLayer, qkv: torch.Tensor, eps: float, offset: float | None) -> None:
+    """Norm all heads of q at once, and those of k: qkv [1, 1, H + 2 Hkv, D], in place."""
+    both = qkv[:, :, : layer.heads], qkv[:, :, layer.heads : layer.heads + len(layer.k)]
+    for part, norm in zip(both, (layer.q_norm, layer.k_norm)):
+        assert norm is not None
+        part.copy_(normalize_rows(part.flatten(2), norm, eps, offset).view_as(part))
+
+
+def _added(
+    layer: ChainedLayer,
+    last: Matrix,
+    y: torch.Tensor,
+    norm: torch.Tensor | None,
+    x: torch.Tensor,
+    eps: float,
+    offset: float | None,
+) -> torch.Tensor:
+    """x and what the last matrix of a half makes of y, normed and scaled."""
+    if norm is None and layer.residual == 1.0:
+        return multiply(last, y, residual=x)
+    part = multiply(last, y)
+    part = part if norm is None else normalize_rows(part, norm, eps, offset)
+    return x + part if layer.residual == 1.0 else x + part * layer.residual
 
 
 def some_layers(

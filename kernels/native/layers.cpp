@@ -2,6 +2,7 @@
 // piece, and tell it the same, so bits are the same; but between two pieces nobody waits for Python, whose code
 // and objects a layer of many rows has driven out of the caches: 25 microseconds a piece, up to 80 then.
 #include "call.h"
+#include "kinds.h"
 #include "matrix.h"
 #include "panels.h"
 #include "rotation.h"
@@ -11,6 +12,9 @@ extern "C" int omnikv_product(const Matrix *matrix, const char *x, const char *n
 extern "C" void omnikv_few_bits(const Product *p, int many);
 extern "C" int omnikv_normalize(const char *x, const char *weight, char *out, int kind, int rows, int size, float eps,
                                 int wide, float offset, int threads);
+extern "C" int omnikv_act_rows(const char *made, char *out, int kind, int rows, int inputs, int threads, int activation,
+                               float limit, float alpha);
+extern "C" int omnikv_add_scaled(const char *x, const char *part, float factor, char *out, int kind, int count);
 extern "C" int omnikv_rotate_store(const Rotation *c, int kind);
 extern "C" int omnikv_attend_heads(const Call *c, int kind, const char *q, char *out, int q_kind);
 extern "C" void omnikv_head_most(const float *logits, const float *lse, int lists, int heads, long ahead, int rows,
@@ -19,6 +23,8 @@ extern "C" void omnikv_topk(const float *scores, long stride, int rows, int colu
                             const int32_t *hi, const int32_t *k, int32_t *out, int room, int32_t *counts);
 
 namespace {
+
+constexpr int SILU = 0;  // of activation.h
 
 enum Choice { READS = 0, SOFTMAX = 1, RAW = 2 };  // what a layer's scores are, where it chooses
 
@@ -30,6 +36,7 @@ struct Held {  // a matrix: of floats, or a product with one of few bits, told a
 struct Layer {
     Held qkv, o, gate_up, down;
     const char *input_norm, *post_norm, *q_norm, *k_norm;  // or NULL
+    const char *o_norm, *down_norm;  // of what a half adds, or NULL
     char *k, *v, *ring;                                    // [kv_heads, rows, dim] twice; [slots, heads, dim]
     long key_head, key_row, value_head, value_row;         // strides in bytes
     int32_t *index, *count;  // what it chooses, or what was chosen for it; NULL: neither, it reads everything
@@ -38,7 +45,10 @@ struct Layer {
     int choice;              // of Choice
     int angles;              // which of the step's
     int rows, key_bytes, value_bytes;  // kind of the bank's rows; bytes of one, where they are packed, or 0
+    int widths;              // the norms of q and k are of all their heads at once
+    int made, activation;    // outputs of gate and up; what lies behind them, as activation.h numbers it
     float scale, cap;        // of logits
+    float residual;          // what a half adds is multiplied by
 };
 
 struct Angles {
@@ -53,7 +63,7 @@ struct Step {
     const char *head_norm, *x;                     // [hidden]
     char *out;                                     // [hidden]: x behind the last layer, and between two
     float *found;                                  // logits [vocab], or NULL: x is all that is asked for
-    char *normed, *qkv, *q, *attended, *mixed;     // a layer's own
+    char *normed, *qkv, *q, *attended, *made, *mixed, *part;  // a layer's own
     float *scratch;                                // of products with few bits
     float *lse, *parts, *logits, *scores;          // of attention; the last two of layers that choose
     const int64_t *position;
@@ -83,7 +93,16 @@ static int multiply(const Step &s, const Held &m, const char *x, const char *nor
     return 0;
 }
 
+static int normalize(const Step &s, char *x, const char *norm, int size) {
+    return omnikv_normalize(x, norm, x, s.kind, 1, size, s.eps, s.norms.norm, s.norms.offset, s.threads);
+}
+
 static int rotate(const Step &s, const Layer &l) {
+    if (l.widths) {
+        const int size = s.kind == FLOAT32 ? 4 : 2, width = l.heads * l.dim;
+        if (const int found = normalize(s, s.qkv, l.q_norm, width)) return found;
+        if (const int found = normalize(s, s.qkv + (long)width * size, l.k_norm, l.kv_heads * l.dim)) return found;
+    }
     const Angles &turn = s.angles[l.angles];
     Rotation r = {};
     r.qkv = s.qkv, r.cos = turn.cos, r.sin = turn.sin, r.out = s.q, r.k = l.k, r.v = l.v;
@@ -92,7 +111,8 @@ static int rotate(const Step &s, const Layer &l) {
     r.batch = r.queries = 1, r.heads = l.heads, r.kv_heads = l.kv_heads, r.dim = l.dim;
     r.pairs = (int)turn.pairs, r.slots = l.slots, r.count = l.size;
     if (l.key_bytes) r.packed = l.rows, r.key_bytes = l.key_bytes, r.value_bytes = l.value_bytes;
-    r.eps = s.eps, r.q_norm = l.q_norm, r.k_norm = l.k_norm, r.wide = s.norms;
+    r.eps = s.eps, r.wide = s.norms;
+    if (!l.widths) r.q_norm = l.q_norm, r.k_norm = l.k_norm;
     return omnikv_rotate_store(&r, s.kind);
 }
 
@@ -122,15 +142,31 @@ static void choose(const Step &s, const Layer &l) {
     omnikv_topk(s.scores, rows, 1, rows, &lo, &hi, &k, l.index, s.room, l.count);
 }
 
+// out = x and what the last matrix of a half makes of y, normed and scaled where the layer has it so.
+static int add(const Step &s, const Layer &l, const Held &last, const char *y, const char *norm, const char *x) {
+    if (!norm && l.residual == 1) return multiply(s, last, y, nullptr, x, s.out, 0);
+    if (const int found = multiply(s, last, y, nullptr, nullptr, s.part, 0)) return found;
+    if (norm)
+        if (const int found = normalize(s, s.part, norm, s.hidden)) return found;
+    return omnikv_add_scaled(x, s.part, l.residual, s.out, s.kind, s.hidden);
+}
+
+// What lies between a half's norm and its last matrix.
+static int mix(const Step &s, const Layer &l) {
+    if (l.activation == SILU) return multiply(s, l.gate_up, s.out, l.post_norm, nullptr, s.mixed, 1);
+    if (const int found = multiply(s, l.gate_up, s.out, l.post_norm, nullptr, s.made, 0)) return found;
+    return omnikv_act_rows(s.made, s.mixed, s.kind, 1, l.made, s.threads, l.activation, 0, 0);
+}
+
 static int run(const Step &s, const Layer &l, const char *x) {
     if (const int found = multiply(s, l.qkv, x, l.input_norm, nullptr, s.qkv, 0)) return found;
     if (const int found = rotate(s, l)) return found;
     if (const int found = attend(s, l)) return found;
     if (l.choice != READS) choose(s, l);
     // rows of a residual are read where they are written
-    if (const int found = multiply(s, l.o, s.attended, nullptr, x, s.out, 0)) return found;
-    if (const int found = multiply(s, l.gate_up, s.out, l.post_norm, nullptr, s.mixed, 1)) return found;
-    return multiply(s, l.down, s.mixed, nullptr, s.out, s.out, 0);
+    if (const int found = add(s, l, l.o, s.attended, l.o_norm, x)) return found;
+    if (const int found = mix(s, l)) return found;
+    return add(s, l, l.down, s.mixed, l.down_norm, s.out);
 }
 
 }  // namespace

@@ -154,6 +154,17 @@ static void act_rows(const char *made, char *out, const Activation &a, int rows,
     });
 }
 
+// out [count] = x + part * factor, each rounded where torch rounds it.
+template <class K>
+static void add_scaled(const char *x, const char *part, float factor, char *out, int count) {
+    for (int i = 0; i < count; i += W) {
+        const int left = count - i;
+        Floats added = read_some<K>(part, i, left);
+        if (factor != 1) added = Kept<K>::rounded(apart(added * factor));
+        write_some<K>(out, i, left, read_some<K>(x, i, left) + added);
+    }
+}
+
 struct Copy {
     char *to;
     const char *from;
@@ -196,6 +207,11 @@ extern "C" int omnikv_act_rows(const char *made, char *out, int kind, int rows, 
     const Activation a = {activation, limit, alpha};
 #define ACT(K) (act_rows<K>(made, out, a, rows, inputs, threads), 0)
     OF_KIND(kind, ACT);
+}
+
+extern "C" int omnikv_add_scaled(const char *x, const char *part, float factor, char *out, int kind, int count) {
+#define ADD_SCALED(K) (add_scaled<K>(x, part, factor, out, count), 0)
+    OF_KIND(kind, ADD_SCALED);
 }
 
 extern "C" void omnikv_copy_rows(const Copy *c) { copy_rows(*c); }

@@ -22,7 +22,9 @@ BOUND = 1100  # rows: more than a thread takes at a time
 ROOM = 40  # places of an index
 
 
-def run(dtype, weights, bank, chained, n, tail, budget, kind, window, cap, offset, cut, threads):
+def run(
+    dtype, weights, bank, family, chained, n, tail, budget, kind, window, cap, offset, cut, threads
+):
     """A chain of four layers, or its calls: (x, and all that it leaves)."""
     generator = torch.Generator().manual_seed(n + budget)
     index, counts = torch.full((1, 1, ROOM), -1, dtype=torch.int32), torch.zeros(1).int()
@@ -35,6 +37,8 @@ def run(dtype, weights, bank, chained, n, tail, budget, kind, window, cap, offse
     ]
     layers = some_layers(dtype, BOUND, generator, readings, weights, bank)
     layers = [replace(layer, softmax=Softmax(cap)) for layer in layers]
+    norm = layers[0].post_norm
+    layers = [styled(layer, family, generator) for layer in layers]
     size = BOUND // 2
     layers[3] = replace(layers[3], window=window, size=size if window else 0, q_norm=None)
     layers[3] = replace(layers[3], k_norm=None, angles=1)
@@ -47,16 +51,35 @@ def run(dtype, weights, bank, chained, n, tail, budget, kind, window, cap, offse
         if chained:
             shape = ScratchShape(1, 1, 4, 2, 32, BOUND, scored=True, dtype=dtype)
             scratch = make_scratch(shape, torch.device("cpu"))
-            head = layers[0].qkv, layers[0].post_norm
+            head = layers[0].qkv, norm
             chain = Chain(layers, dtype, 1e-5, offset, head, BOUND, scratch)
             x = chain(chain(x, 0, cut, now), cut, 4, now) if cut else chain(x, 0, 4, now)
         else:
             x = by_calls(layers, x, now, 1e-5, offset)
-            x = logits(layers[0].qkv, x, layers[0].post_norm, offset)
+            x = logits(layers[0].qkv, x, norm, offset)
     finally:
         torch.set_num_threads(before)
     left = [as_bytes(part) for layer in layers for part in (layer.k, layer.v, layer.ring)]
     return [x, counts, index[..., : int(counts)], scores[:, :n], *left]
+
+
+def styled(layer, family, generator):
+    """A layer with what a family has beside Llama's."""
+
+    def draw(*size):
+        return torch.randn(*size, generator=generator).to(layer.q_norm.dtype)
+
+    if family == "gemma":
+        norms = dict(o_norm=draw(48), down_norm=draw(48))
+        return replace(layer, activation="gelu_tanh", **norms)
+    if family == "olmo":
+        norms = dict(input_norm=None, post_norm=None, o_norm=draw(48), down_norm=draw(48))
+        return replace(layer, widths=True, q_norm=draw(128), k_norm=draw(64), **norms)
+    if family == "granite":
+        return replace(layer, residual=0.22)
+    if family == "nemotron":
+        return replace(layer, activation="relu2", gate_up=Product(draw(80, 48)))
+    return layer
 
 
 def logits(matrix, x, norm, offset):
@@ -72,6 +95,7 @@ def logits(matrix, x, norm, offset):
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     weights=st.sampled_from(["", "int8", "int4"]),
     bank=st.sampled_from(["", "int8", "int4", "fp8"]),
+    family=st.sampled_from(["", "gemma", "olmo", "granite", "nemotron"]),
     n=st.sampled_from([1, 2, 63, 64, 65, 127, 511, 512, 513, 1021, 1024, 1025, 1100]),
     tail=st.sampled_from([1, 64, 500]),
     budget=st.sampled_from([0, 1, 7, ROOM, 90]),
@@ -83,12 +107,12 @@ def logits(matrix, x, norm, offset):
     threads=st.sampled_from([1, 2]),
 )
 def test_a_chain_leaves_the_bits_of_its_calls(
-    dtype, weights, bank, n, tail, budget, kind, window, cap, offset, cut, threads
+    dtype, weights, bank, family, n, tail, budget, kind, window, cap, offset, cut, threads
 ):
     assert BINDING.usable() and quant.usable()
     given = n, max(0, n - tail), budget, kind, window, cap, offset, cut
-    found = run(dtype, weights, bank, True, *given, threads)
-    expected = run(dtype, weights, bank, False, *given, 1)
+    found = run(dtype, weights, bank, family, True, *given, threads)
+    expected = run(dtype, weights, bank, family, False, *given, 1)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
     assert found[1] == min(budget, ROOM, max(0, n - tail))

@@ -21,6 +21,7 @@ from engine.model.llama import Matrix as AnyMatrix
 from kernels.chain.layers import Chain, ChainedLayer, Now, chains
 from kernels.chain.matrix import FewBits, Matrix
 from kernels.layer.linear import Linear
+from kernels.layer.native_step import ACTIVATIONS
 from kernels.quant.linear import QuantisedLinear
 
 # who sets one of these on a runtime, as a test or a meter does, is asked in every layer
@@ -114,7 +115,7 @@ class LayerChain:
         heads, kv_heads, dim, _ = self._model.config.sizes_of(number)
         held = layer.qkv, layer.o, layer.gate_up, layer.down
         matrices = [m for m in (_taken(m, dtype) for m in held) if m is not None]
-        if not _as_llamas(layer) or len(matrices) < len(held) or not kv_heads:
+        if not _known(layer) or len(matrices) < len(held) or not kv_heads:
             return None
         reading, ring = runtime.chained(number), self._ring.of(number)
         if reading is None or matrices[0].outputs != (heads + 2 * kv_heads) * dim:
@@ -145,6 +146,11 @@ class LayerChain:
             window=seen,
             size=held_rows,
             angles=angles,
+            o_norm=layer.o_norm,
+            down_norm=layer.down_norm,
+            activation=layer.block.activation,
+            residual=layer.block.residual,
+            widths=layer.block.qk_norm == "width",
         )
 
 
@@ -158,18 +164,18 @@ def _taken(matrix: AnyMatrix | None, dtype: torch.dtype) -> Matrix | None:
     return FewBits(matrix.panels, matrix.bias) if native and matrix.panels is not None else None
 
 
-def _as_llamas(layer: Layer) -> bool:
-    """Whether a layer has nothing beside its two halves that Llama's, Qwen's or Mistral's lack."""
+def _known(layer: Layer) -> bool:
+    """Whether a chain knows all that a layer has."""
     others = layer.latent, layer.mixer, layer.mixer_out, layer.gate, layer.laurel, layer.mixture
-    more = layer.o_norm, layer.down_norm, layer.scalar, layer.cut, layer.beside, layer.means
+    more = layer.scalar, layer.cut, layer.beside, layer.means
     block = layer.block
-    plain = block.residual == block.down == block.gate == 1.0 and block.activation == "silu"
+    plain = block.down == block.gate == 1.0 and block.activation in ACTIVATIONS
     norms = (layer.q_norm is None) == (layer.k_norm is None)
-    by_head = layer.q_norm is None or block.qk_norm == "head"
+    apart = layer.q_norm is None or block.qk_norm in ("head", "width")
     return (
         plain
         and norms
-        and by_head
+        and apart
         and not block.unit_values
         and not any(part is not None for part in (*others, *more))
     )
