@@ -29,7 +29,7 @@ from engine.plan.layers import LayerPlan, tail_start
 from engine.plan.needs import BlockCache, Needs
 from engine.plan.placement import Placement, reserved_rows
 from kernels.attention.scratch import Scratch
-from kernels.chain.layers import Reading
+from kernels.chain.layer import Reading
 from kernels.launch.softmax import Softmax
 from kernels.layer.store import store_step
 from kernels.rows.forms import as_bytes, row_widths

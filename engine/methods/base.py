@@ -27,7 +27,7 @@ from engine.plan.prefill_time import PrefillFlops
 from kernels.attention.dense import decode_dense
 from kernels.attention.scratch import Scratch, ScratchShape, make_scratch
 from kernels.attention.sparse import decode_sparse
-from kernels.chain.layers import Reading
+from kernels.chain.layer import Reading
 from kernels.launch.dispatch import NATIVE
 from kernels.launch.softmax import Softmax
 from kernels.prefill.dense import prefill_dense

@@ -164,6 +164,12 @@ class Mixture:
         out = (self._one_row if len(flat) == 1 else self._sorted)(flat, *chosen).view_as(x)
         return out if residual is None else residual + out
 
+    @property
+    def of_a_row(self) -> NativeExperts | None:
+        """What one call of C++ needs to run a row on the CPU, or None."""
+        alone = self.join is None and self.stacks is None and self.experts.routing is None
+        return self._native if alone else None
+
     @cached_property
     def _native(self) -> NativeExperts | None:
         """All experts and the router as the C++ kernels take them; None where they do not."""

@@ -9,25 +9,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from kernels.attention.dense import decode_dense
 from kernels.attention.native import SPLIT, attends, part_floats
 from kernels.attention.scratch import Scratch, ScratchShape, make_scratch
-from kernels.attention.sparse import decode_sparse
-from kernels.chain.matrix import FewBits, Held, Matrix, held, multiply
+from kernels.chain.calls import by_calls
+from kernels.chain.layer import NORMS, ChainedLayer, Now, Reading
+from kernels.chain.matrix import FewBits, Held, Matrix, held
 from kernels.launch.softmax import PLAIN, Softmax
 from kernels.layer.native_product import Product
-from kernels.layer.native_step import (
-    ACTIVATIONS,
-    act_rows,
-    normalize_rows,
-    rotate_store,
-    stores,
-)
+from kernels.layer.native_step import ACTIVATIONS, stores
 from kernels.native.kinds import FLOATS, PACKED, ROWS
 from kernels.native.library import Binding, Case, check, loaded
 from kernels.quant import native as quant
@@ -36,12 +28,8 @@ from kernels.quant.rounding import to_int4, to_int8
 from kernels.rows.forms import DTYPES, FORMS
 from kernels.rows.native import packs
 from kernels.select import native as topk
-from kernels.select.topk import select_topk
 
 CHOICES = {"": 0, "softmax": 1, "raw": 2}  # `Choice` of layers.cpp
-
-
-_NORMS = "input", "post", "q", "k", "o", "down"
 
 
 class _Layer(ctypes.Structure):
@@ -49,7 +37,8 @@ class _Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, Held) for name in ("qkv", "o", "gate_up", "down")),
-        *((f"{name}_norm", ctypes.c_void_p) for name in _NORMS),
+        ("mixture", ctypes.c_void_p),
+        *((f"{name}_norm", ctypes.c_void_p) for name in NORMS),
         *((name, ctypes.c_void_p) for name in ("k", "v", "ring")),
         *((name, ctypes.c_long) for name in ("key_head", "key_row", "value_head", "value_row")),
         *((name, ctypes.c_void_p) for name in ("index", "count")),
@@ -93,76 +82,6 @@ BINDING = Binding(
 )
 
 
-class Reading(NamedTuple):
-    """What attention of one query reads in a layer of one sequence, and leaves.
-
-    index int32 [1, 1, K], counts int32 [1]: what was chosen for it, which it reads with the tail;
-    None: it reads everything. kind: "softmax" or "raw" scores of what it reads, by which it chooses
-    for others, into index and counts, and which it leaves in scores float32 [1, T]; "": it chooses
-    nothing.
-    """
-
-    # hides tuple.index
-    index: torch.Tensor | None = None  # type: ignore[assignment]
-    counts: torch.Tensor | None = None
-    kind: str = ""
-    scores: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class ChainedLayer:
-    """A layer as a Chain takes it.
-
-    qkv makes [(heads + 2 kv_heads) * dim], gate_up [2 * inner]. k, v [kv_heads, T, dim or bytes of
-    a packed row], of the model's dtype or packed, last dim contiguous; ring [slots, heads, dim]
-    contiguous. window: tokens that it sees, of k and v [kv_heads, 2 * size, ..], a ring of `size`
-    rows held twice; 0: all. angles: the number of its rope among those of a step.
-
-    o_norm, down_norm [hidden]: of what a half adds to x, or None; residual: what that is multiplied
-    by. activation: between gate and up and down, one of ACTIVATIONS without bounds of its own.
-    widths: q_norm and k_norm are of all heads at once.
-    """
-
-    qkv: Matrix
-    o: Matrix
-    gate_up: Matrix
-    down: Matrix
-    input_norm: torch.Tensor | None
-    post_norm: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    k: torch.Tensor
-    v: torch.Tensor
-    ring: torch.Tensor
-    heads: int
-    reading: Reading
-    scale: float
-    softmax: Softmax
-    window: int = 0
-    size: int = 0
-    angles: int = 0
-    o_norm: torch.Tensor | None = None
-    down_norm: torch.Tensor | None = None
-    activation: str = "silu"
-    residual: float = 1.0
-    widths: bool = False
-
-    @property
-    def norms(self) -> tuple[torch.Tensor | None, ...]:
-        """Its norms, as `Layer` of layers.cpp has them."""
-        return tuple(getattr(self, f"{name}_norm") for name in _NORMS)
-
-    @property
-    def dim(self) -> int:
-        """Elements of a head."""
-        return self.o.inputs // self.heads
-
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        """Its four matrices."""
-        return self.qkv, self.o, self.gate_up, self.down
-
-
 def chains(
     k: torch.Tensor, v: torch.Tensor, softmax: Softmax, dtype: torch.dtype, dim: int
 ) -> bool:
@@ -171,20 +90,6 @@ def chains(
     """
     known = softmax.sinks is None and stores(k.dtype, dtype, dim)
     return known and attends(k, v, dim) and topk.BINDING.usable() and BINDING.usable()
-
-
-class Now(NamedTuple):
-    """What a step tells the layers of a chain.
-
-    n: tokens, the new one too; tail: where their tail begins; budget: tokens to choose; position
-    int64 [1, 1]; angles: (cos, sin) float32 [1, 1, pairs] of each rope.
-    """
-
-    n: int
-    tail: int
-    budget: int
-    position: torch.Tensor
-    angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Chain:
@@ -206,7 +111,7 @@ class Chain:
         most: int,
         scratch: Scratch,
     ) -> None:
-        self.dtype, self.most, self.hidden = dtype, most, layers[0].down.outputs
+        self.dtype, self.most, self.hidden = dtype, most, layers[0].o.outputs
         self._kept: list[object] = []
         self._few = 0  # floats of scratch that products with few bits take
         self._layers = (_Layer * len(layers))(*map(self._told, layers))
@@ -235,8 +140,7 @@ class Chain:
     def _buffers(self, layers: Sequence[ChainedLayer]) -> list[torch.Tensor]:
         """What a layer writes and the next one writes over."""
         width = max(layer.o.inputs for layer in layers)
-        made = max(layer.gate_up.outputs for layer in layers)
-        mixed = max(layer.down.inputs for layer in layers)
+        made, mixed = (max(sizes) for sizes in zip(*(layer.inner for layer in layers)))
         room = [self.hidden, max(layer.qkv.outputs for layer in layers), width, width, made, mixed]
         room.append(self.hidden)
         buffers = [torch.empty(count, dtype=self.dtype) for count in room]
@@ -250,19 +154,23 @@ class Chain:
         widths = [rows.shape[2] if packed else 0 for rows in (layer.k, layer.v)]
         norms, activation = layer.norms, ACTIVATIONS.index(layer.activation)
         matrices = [self._held(matrix, self.dtype) for matrix in layer.matrices]
-        self._kept += [*norms, index, counts]
+        mixture = None if layer.mixture is None else layer.mixture.address
+        self._kept += [*norms, index, counts, layer.mixture]
         return _Layer(
-            *matrices, *map(_pointer, norms), *map(_pointer, (layer.k, layer.v, layer.ring)),
+            *matrices, mixture,
+            *map(_pointer, norms), *map(_pointer, (layer.k, layer.v, layer.ring)),
             *(step * size for rows in (layer.k, layer.v) for step in rows.stride()[:2]),
             _pointer(index), _pointer(counts),
             layer.heads, len(layer.k), layer.dim, len(layer.ring),
             layer.window, layer.size, CHOICES[kind], layer.angles, ROWS[layer.k.dtype], *widths,
-            layer.widths and layer.q_norm is not None, layer.gate_up.outputs, activation,
+            layer.widths and layer.q_norm is not None, layer.inner[0], activation,
             layer.scale, layer.softmax.cap, layer.residual,
         )  # fmt: skip
 
-    def _held(self, matrix: Matrix, out_dtype: torch.dtype) -> Held:
+    def _held(self, matrix: Matrix | None, out_dtype: torch.dtype) -> Held:
         """A matrix as layers.cpp takes it; counts the scratch that it needs."""
+        if matrix is None:
+            return Held()
         told, floats = held(matrix, self.dtype, out_dtype, self._kept)
         self._few = max(self._few, floats)
         return told
@@ -307,75 +215,6 @@ def _room(held: torch.Tensor, needed: int) -> torch.Tensor:
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def by_calls(
-    layers: Sequence[ChainedLayer],
-    x: torch.Tensor,
-    now: Now,
-    eps: float,
-    offset: float | None = None,
-) -> torch.Tensor:
-    """What a Chain of these layers computes of x [1, 1, hidden], a call of Python each. eps and
-    offset: of norms. Returns x [1, 1, hidden] behind them. Mutates what a Chain mutates.
-    """
-    lengths, tail, budget = (torch.tensor([m], dtype=torch.int32) for m in now[:3])
-    for layer in layers:
-        index, counts, kind, scores = layer.reading
-        k, v, norms = layer.k[None], layer.v[None], None
-        qkv = multiply(layer.qkv, x, layer.input_norm, eps, offset).view(1, 1, -1, layer.dim)
-        if layer.q_norm is not None and layer.widths:
-            _norm_widths(layer, qkv, eps, offset)
-        elif layer.q_norm is not None:
-            norms = layer.q_norm, layer.k_norm
-        twice = (0, layer.size) if layer.window else None
-        ring, angles = layer.ring[None], now.angles[layer.angles]
-        q = rotate_store(qkv, *angles, k, v, ring, now.position, twice, norms, eps, offset)
-        if kind and index is not None and counts is not None and scores is not None:
-            found = decode_dense(q, k, v, lengths, layer.scale, scores, kind, softmax=layer.softmax)
-            select_topk(scores, torch.zeros_like(tail), tail, budget, index[:, 0], counts)
-        elif index is not None and counts is not None:
-            given = index, counts, tail, lengths, layer.scale
-            found = decode_sparse(q, k, v, *given, softmax=layer.softmax)
-        elif layer.window:
-            seen = min(now.n, layer.window)
-            first = tail.new_full((1,), (now.n - seen) % layer.size)
-            none = torch.zeros_like(first)
-            given = none.view(1, 1, 1), none, first, first + seen, layer.scale
-            found = decode_sparse(q, k, v, *given, softmax=layer.softmax)
-        else:
-            found = decode_dense(q, k, v, lengths, layer.scale, softmax=layer.softmax)
-        x = _added(layer, layer.o, found.flatten(2), layer.o_norm, x, eps, offset)
-        gated = layer.activation == "silu"
-        mixed = multiply(layer.gate_up, x, layer.post_norm, eps, offset, gated=gated)
-        mixed = mixed if gated else act_rows(mixed, layer.activation)
-        x = _added(layer, layer.down, mixed, layer.down_norm, x, eps, offset)
-    return x
-
-
-def _norm_widths(layer: ChainedLayer, qkv: torch.Tensor, eps: float, offset: float | None) -> None:
-    """Norm all heads of q at once, and those of k: qkv [1, 1, H + 2 Hkv, D], in place."""
-    both = qkv[:, :, : layer.heads], qkv[:, :, layer.heads : layer.heads + len(layer.k)]
-    for part, norm in zip(both, (layer.q_norm, layer.k_norm)):
-        assert norm is not None
-        part.copy_(normalize_rows(part.flatten(2), norm, eps, offset).view_as(part))
-
-
-def _added(
-    layer: ChainedLayer,
-    last: Matrix,
-    y: torch.Tensor,
-    norm: torch.Tensor | None,
-    x: torch.Tensor,
-    eps: float,
-    offset: float | None,
-) -> torch.Tensor:
-    """x and what the last matrix of a half makes of y, normed and scaled."""
-    if norm is None and layer.residual == 1.0:
-        return multiply(last, y, residual=x)
-    part = multiply(last, y)
-    part = part if norm is None else normalize_rows(part, norm, eps, offset)
-    return x + part if layer.residual == 1.0 else x + part * layer.residual
 
 
 def some_layers(

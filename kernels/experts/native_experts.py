@@ -23,7 +23,7 @@ ROWS = 8  # of a call
 
 
 class _Mixture(ctypes.Structure):
-    """`Mixture` of experts.cpp."""
+    """`Mixture` of mixture.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("router", "first", "last", "correction", "factors")),
@@ -33,7 +33,7 @@ class _Mixture(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """`Call` of experts.cpp."""
+    """`MixtureCall` of mixture.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("mixture", "x", "routed", "residual", "out")),
@@ -74,6 +74,7 @@ class NativeExperts:
         at = (ctypes.addressof(array) for array in arrays)
         numbers = count, per_token, normalise, ACTIVATIONS.index(kind)
         self._mixture = _Mixture(self._product.address, *at, *given, *numbers, limit, alpha)
+        self.address = ctypes.addressof(self._mixture)  # of the struct that kernels take
 
     @staticmethod
     def takes(router: torch.Tensor, products: Sequence[Product], per_token: int) -> bool:
@@ -103,7 +104,7 @@ class NativeExperts:
         given = (x, routed, residual, out, numbers, shares)
         held = [t if t is None else t.contiguous() for t in given]
         at = (None if t is None else t.data_ptr() for t in held)
-        call = _Call(ctypes.addressof(self._mixture), *at, len(x), torch.get_num_threads())
+        call = _Call(self.address, *at, len(x), torch.get_num_threads())
         check(_function()(ctypes.addressof(call)), f"a mixture of {self.dtype}")
         return out
 

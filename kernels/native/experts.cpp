@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "activation.h"
+#include "mixture.h"
 #include "product.h"
 #include "scratch.h"
 
@@ -10,22 +11,7 @@ namespace {
 
 constexpr int CHOSEN = 64;  // experts that a row may choose
 
-struct Mixture {
-    const Matrix *router;               // [count, hidden], with its bias
-    const Matrix *const *first, *const *last;  // of each expert
-    const float *correction, *factors;  // [count] or NULL: added to the sigmoids that rank; of shares
-    int count, per_token, normalise;
-    Activation acts;
-};
-
-struct Call {
-    const Mixture *mixture;
-    const char *x, *routed, *residual;  // [rows, hidden]; what the router reads; or NULL
-    char *out;                          // [rows, hidden]
-    const int64_t *numbers;             // [rows, per_token]: what was chosen elsewhere, or NULL
-    const float *shares;                // likewise, of those
-    int rows, threads;                  // rows: at most MOST
-};
+typedef MixtureCall Call;
 
 // A NaN ranks highest, as in torch.topk.
 INLINE float rank_of(float x) { return x == x ? x : INFINITY; }

@@ -4,6 +4,7 @@
 #include "call.h"
 #include "kinds.h"
 #include "matrix.h"
+#include "mixture.h"
 #include "panels.h"
 #include "rotation.h"
 
@@ -15,6 +16,7 @@ extern "C" int omnikv_normalize(const char *x, const char *weight, char *out, in
 extern "C" int omnikv_act_rows(const char *made, char *out, int kind, int rows, int inputs, int threads, int activation,
                                float limit, float alpha);
 extern "C" int omnikv_add_scaled(const char *x, const char *part, float factor, char *out, int kind, int count);
+extern "C" int omnikv_mixture(const MixtureCall *c);
 extern "C" int omnikv_rotate_store(const Rotation *c, int kind);
 extern "C" int omnikv_attend_heads(const Call *c, int kind, const char *q, char *out, int q_kind);
 extern "C" void omnikv_head_most(const float *logits, const float *lse, int lists, int heads, long ahead, int rows,
@@ -23,8 +25,6 @@ extern "C" void omnikv_topk(const float *scores, long stride, int rows, int colu
                             const int32_t *hi, const int32_t *k, int32_t *out, int room, int32_t *counts);
 
 namespace {
-
-constexpr int SILU = 0;  // of activation.h
 
 enum Choice { READS = 0, SOFTMAX = 1, RAW = 2 };  // what a layer's scores are, where it chooses
 
@@ -35,6 +35,7 @@ struct Held {  // a matrix: of floats, or a product with one of few bits, told a
 
 struct Layer {
     Held qkv, o, gate_up, down;
+    const Mixture *mixture;  // in place of the last two, or NULL
     const char *input_norm, *post_norm, *q_norm, *k_norm;  // or NULL
     const char *o_norm, *down_norm;  // of what a half adds, or NULL
     char *k, *v, *ring;                                    // [kv_heads, rows, dim] twice; [slots, heads, dim]
@@ -74,6 +75,10 @@ struct Step {
     Wide norms;
 };
 
+static int normalize(const Step &s, const char *x, const char *norm, char *to, int size) {
+    return omnikv_normalize(x, norm, to, s.kind, 1, size, s.eps, s.norms.norm, s.norms.offset, s.threads);
+}
+
 // wide: out is float32; a product with few bits was told what its out is.
 static int multiply(const Step &s, const Held &m, const char *x, const char *norm, const char *residual, char *out,
                     int gated, int wide = 0) {
@@ -82,9 +87,7 @@ static int multiply(const Step &s, const Held &m, const char *x, const char *nor
         return omnikv_product(m.floats, x, norm, s.eps, residual, out, 1, gated, wide, s.threads, norms.norm,
                               norms.offset);
     if (norm) {
-        const int found = omnikv_normalize(x, norm, s.normed, s.kind, 1, s.hidden, s.eps, norms.norm, norms.offset,
-                                           s.threads);
-        if (found) return found;
+        if (const int found = normalize(s, x, norm, s.normed, s.hidden)) return found;
         x = s.normed;
     }
     Product p = *m.few;
@@ -93,15 +96,12 @@ static int multiply(const Step &s, const Held &m, const char *x, const char *nor
     return 0;
 }
 
-static int normalize(const Step &s, char *x, const char *norm, int size) {
-    return omnikv_normalize(x, norm, x, s.kind, 1, size, s.eps, s.norms.norm, s.norms.offset, s.threads);
-}
-
 static int rotate(const Step &s, const Layer &l) {
     if (l.widths) {
         const int size = s.kind == FLOAT32 ? 4 : 2, width = l.heads * l.dim;
-        if (const int found = normalize(s, s.qkv, l.q_norm, width)) return found;
-        if (const int found = normalize(s, s.qkv + (long)width * size, l.k_norm, l.kv_heads * l.dim)) return found;
+        if (const int found = normalize(s, s.qkv, l.q_norm, s.qkv, width)) return found;
+        char *const k = s.qkv + (long)width * size;
+        if (const int found = normalize(s, k, l.k_norm, k, l.kv_heads * l.dim)) return found;
     }
     const Angles &turn = s.angles[l.angles];
     Rotation r = {};
@@ -142,13 +142,32 @@ static void choose(const Step &s, const Layer &l) {
     omnikv_topk(s.scores, rows, 1, rows, &lo, &hi, &k, l.index, s.room, l.count);
 }
 
-// out = x and what the last matrix of a half makes of y, normed and scaled where the layer has it so.
+// out = x and `part`, normed and scaled where the layer has it so.
+static int add_part(const Step &s, const Layer &l, const char *norm, const char *x) {
+    if (norm)
+        if (const int found = normalize(s, s.part, norm, s.part, s.hidden)) return found;
+    return omnikv_add_scaled(x, s.part, l.residual, s.out, s.kind, s.hidden);
+}
+
+// out = x and what the last matrix of a half makes of y.
 static int add(const Step &s, const Layer &l, const Held &last, const char *y, const char *norm, const char *x) {
     if (!norm && l.residual == 1) return multiply(s, last, y, nullptr, x, s.out, 0);
     if (const int found = multiply(s, last, y, nullptr, nullptr, s.part, 0)) return found;
-    if (norm)
-        if (const int found = normalize(s, s.part, norm, s.hidden)) return found;
-    return omnikv_add_scaled(x, s.part, l.residual, s.out, s.kind, s.hidden);
+    return add_part(s, l, norm, x);
+}
+
+// Adds what experts make of `out` to it.
+static int add_experts(const Step &s, const Layer &l) {
+    const bool alone = !l.down_norm && l.residual == 1;
+    const char *x = s.out;
+    if (l.post_norm) {
+        if (const int found = normalize(s, s.out, l.post_norm, s.normed, s.hidden)) return found;
+        x = s.normed;
+    }
+    const MixtureCall c = {l.mixture, x, nullptr, alone ? s.out : nullptr, alone ? s.out : s.part, nullptr, nullptr, 1,
+                           s.threads};
+    const int found = omnikv_mixture(&c);
+    return found || alone ? found : add_part(s, l, l.down_norm, s.out);
 }
 
 // What lies between a half's norm and its last matrix.
@@ -165,6 +184,7 @@ static int run(const Step &s, const Layer &l, const char *x) {
     if (l.choice != READS) choose(s, l);
     // rows of a residual are read where they are written
     if (const int found = add(s, l, l.o, s.attended, l.o_norm, x)) return found;
+    if (l.mixture) return add_experts(s, l);
     if (const int found = mix(s, l)) return found;
     return add(s, l, l.down, s.mixed, l.down_norm, s.out);
 }

@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention.scratch import ScratchShape, make_scratch
-from kernels.chain.layers import BINDING, Chain, Now, Reading, by_calls, chains, some_layers
+from kernels.chain.calls import by_calls
+from kernels.chain.layer import Now, Reading
+from kernels.chain.layers import BINDING, Chain, chains, some_layers
+from kernels.experts.native_experts import NativeExperts
 from kernels.launch.softmax import Softmax
 from kernels.layer.native_product import Product
 from kernels.layer.native_step import normalize_rows
@@ -79,6 +82,13 @@ def styled(layer, family, generator):
         return replace(layer, residual=0.22)
     if family == "nemotron":
         return replace(layer, activation="relu2", gate_up=Product(draw(80, 48)))
+    if family.startswith("experts"):
+        firsts, lasts = (
+            [Product(draw(*size) / 8) for _ in range(5)] for size in ((64, 48), (48, 32))
+        )
+        experts = NativeExperts(draw(5, 48), firsts, lasts, 2, True)
+        norms = dict(down_norm=draw(48)) if family == "experts, normed" else {}
+        return replace(layer, gate_up=None, down=None, mixture=experts, **norms)
     return layer
 
 
@@ -95,7 +105,9 @@ def logits(matrix, x, norm, offset):
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     weights=st.sampled_from(["", "int8", "int4"]),
     bank=st.sampled_from(["", "int8", "int4", "fp8"]),
-    family=st.sampled_from(["", "gemma", "olmo", "granite", "nemotron"]),
+    family=st.sampled_from(
+        ["", "gemma", "olmo", "granite", "nemotron", "experts", "experts, normed"]
+    ),
     n=st.sampled_from([1, 2, 63, 64, 65, 127, 511, 512, 513, 1021, 1024, 1025, 1100]),
     tail=st.sampled_from([1, 64, 500]),
     budget=st.sampled_from([0, 1, 7, ROOM, 90]),

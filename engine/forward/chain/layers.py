@@ -1,6 +1,6 @@
 """Which layers of a session's decode steps run one behind another in one call of the C++ kernels
-(kernels/chain/layers.py): those that are as Llama's and whose attention is what their runtime says
-in `chained`. Whatever else a layer is, or a step, its pieces are called from Python.
+(kernels/chain/layers.py): those whose weights it knows and whose attention is what their runtime
+says in `chained`. Whatever else a layer is, or a step, its pieces are called from Python.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ import torch
 from engine.bank.base import Attends, Bank, Reads, Step
 from engine.bank.query_ring import QueryRing
 from engine.forward.ahead.queries import foreseeing
+from engine.forward.chain.weights import taken, weights_of
 from engine.forward.layer import LayerForm
 from engine.forward.native_layer import NativeLayer
-from engine.model.llama import Layer, Llama
-from engine.model.llama import Matrix as AnyMatrix
-from kernels.chain.layers import Chain, ChainedLayer, Now, chains
-from kernels.chain.matrix import FewBits, Matrix
-from kernels.layer.linear import Linear
-from kernels.layer.native_step import ACTIVATIONS
-from kernels.quant.linear import QuantisedLinear
+from engine.model.llama import Llama
+from kernels.chain.layer import ChainedLayer, Now
+from kernels.chain.layers import Chain, chains
 
 # who sets one of these on a runtime, as a test or a meter does, is asked in every layer
 HOOKS = "attend", "attend_dense", "attend_local"
@@ -102,7 +99,7 @@ class LayerChain:
             form, dtype, last = self._form, self._model.dtype, len(self._model.layers)
             assert isinstance(form, NativeLayer)
             ends = self._model.config.ends[1] and begin < last
-            head = _taken(form.head, dtype) if ends else None
+            head = taken(form.head, dtype) if ends else None
             self.finishes = head is not None
             given = None if head is None else (head, self._model.norm)
             scratch = self._runtime.setup.scratch
@@ -111,14 +108,12 @@ class LayerChain:
     def _chained(self, number: int, step: Step, angles: int) -> ChainedLayer | None:
         """A layer as a chain takes it; None: it takes it not."""
         runtime, bank, dtype = self._runtime, step.bank, self._model.dtype
-        layer = self._form.model.layers[number]
+        weights = weights_of(self._form.model.layers[number], dtype)
         heads, kv_heads, dim, _ = self._model.config.sizes_of(number)
-        held = layer.qkv, layer.o, layer.gate_up, layer.down
-        matrices = [m for m in (_taken(m, dtype) for m in held) if m is not None]
-        if not _known(layer) or len(matrices) < len(held) or not kv_heads:
+        if weights is None or not kv_heads:
             return None
         reading, ring = runtime.chained(number), self._ring.of(number)
-        if reading is None or matrices[0].outputs != (heads + 2 * kv_heads) * dim:
+        if reading is None or weights.keywords["qkv"].outputs != (heads + 2 * kv_heads) * dim:
             return None
         k, v, _ = bank.step_rows(number)
         k, v, softmax = k[0], v[0], runtime.softmax[number]
@@ -126,16 +121,7 @@ class LayerChain:
             return None
         window = bank.window_ring(number)
         seen, held_rows = (0, 0) if window is None else (window.window, window.size)
-        qkv, o, gate_up, down = matrices
-        return ChainedLayer(
-            qkv=qkv,
-            o=o,
-            gate_up=gate_up,
-            down=down,
-            input_norm=layer.input_norm,
-            post_norm=layer.post_norm,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
+        return weights(
             k=k,
             v=v,
             ring=ring[0],
@@ -146,36 +132,4 @@ class LayerChain:
             window=seen,
             size=held_rows,
             angles=angles,
-            o_norm=layer.o_norm,
-            down_norm=layer.down_norm,
-            activation=layer.block.activation,
-            residual=layer.block.residual,
-            widths=layer.block.qk_norm == "width",
         )
-
-
-def _taken(matrix: AnyMatrix | None, dtype: torch.dtype) -> Matrix | None:
-    """A matrix as a chain takes it, for one row of x of a dtype; None: it takes it not."""
-    if not isinstance(matrix, Linear | QuantisedLinear) or matrix.dtype != dtype:
-        return None
-    if isinstance(matrix, Linear):
-        return matrix.product
-    native = matrix.native and matrix.permutation is None
-    return FewBits(matrix.panels, matrix.bias) if native and matrix.panels is not None else None
-
-
-def _known(layer: Layer) -> bool:
-    """Whether a chain knows all that a layer has."""
-    others = layer.latent, layer.mixer, layer.mixer_out, layer.gate, layer.laurel, layer.mixture
-    more = layer.scalar, layer.cut, layer.beside, layer.means
-    block = layer.block
-    plain = block.down == block.gate == 1.0 and block.activation in ACTIVATIONS
-    norms = (layer.q_norm is None) == (layer.k_norm is None)
-    apart = layer.q_norm is None or block.qk_norm in ("head", "width")
-    return (
-        plain
-        and norms
-        and apart
-        and not block.unit_values
-        and not any(part is not None for part in (*others, *more))
-    )

@@ -17,7 +17,7 @@ from engine.methods.omnikv.settings import Settings
 from engine.plan.layers import BY_DESIGN, Role, tail_start
 from engine.plan.prefill_time import PrefillFlops
 from kernels.attention.sparse import decode_sparse
-from kernels.chain.layers import Reading
+from kernels.chain.layer import Reading
 from kernels.launch.dispatch import NATIVE
 from kernels.select.window_scores import window_scores
 

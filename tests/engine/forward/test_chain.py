@@ -75,10 +75,11 @@ CASES = {
         {"weights": "int8", "bank": "int8", "dtype": "bfloat16"},
         ALL,
     ),
+    "experts": (SPARSE, MIXTURE, {"dtype": "bfloat16"}, ALL),
     # more than such a call does
     "int8 rows of half a vector": (SPARSE, {"head_dim": 24}, {"bank": "int8"}, {}),
     "rows in host memory": (SPARSE, {}, {"offload": "host"}, {}),
-    "experts": (SPARSE, MIXTURE, {}, {}),
+    "experts in few bits": (SPARSE, {**WIDER, **MIXTURE}, {"weights": "int8"}, {}),
     "the reference": (SPARSE, {}, {"backend": "reference"}, {}),
     "torch's operators": (SPARSE, {}, {"backend": "cpu"}, {}),
 }
