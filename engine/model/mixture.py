@@ -3,9 +3,9 @@ best few of them run, and their outputs are added with the router's weights.
 
 A decode step reads its token's own experts, per_token in each layer. On a GPU the device chooses
 them, and one launch multiplies by all of them (kernels/experts): so the step asks the host for
-nothing and is captured. On a CPU one call of the C++ kernels chooses and runs them. Where they are
-in few bits, or there are no kernels, the host runs the chosen ones one after the other. A prompt's
-chunk is sorted by expert, and the host reads once a layer how many rows each has.
+nothing and is captured. On a CPU one call of the C++ kernels chooses and runs them. Where there are
+no kernels, the host runs the chosen ones one after the other. A prompt's chunk, and several rows of
+experts in few bits, are sorted by expert, and the host reads once a layer how many rows each has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 
 from kernels.experts.choose import best_experts
 from kernels.experts.mix import mix_experts, mixes
-from kernels.experts.native_experts import ROWS as NATIVE_ROWS
 from kernels.experts.native_experts import NativeExperts
 from kernels.experts.native_rows import add_rows, moves_rows, take_rows
 from kernels.experts.open import SILU, Activation, activated
@@ -27,9 +26,11 @@ from kernels.experts.route import Routing, route_experts, router_logits
 from kernels.experts.stack import Stack
 from kernels.layer.gemv import MOST_ROWS
 from kernels.layer.linear import Linear, pack_linear
+from kernels.layer.native_product import Product
 from kernels.layer.native_step import act_rows
 from kernels.quant.linear import QuantisedLinear, pack_quantised
 from kernels.quant.matrix import Quantised
+from kernels.quant.native import FewBits
 from kernels.quant.words import Words
 
 if TYPE_CHECKING:
@@ -155,8 +156,8 @@ class Mixture:
             more = experts.sigmoid, experts.routing, read, self.share
             return mix_experts(flat, *given, added, *more).view_as(x)
         read = flat if routed is None else routed.flatten(0, 1)
-        few = len(flat) <= NATIVE_ROWS and not torch.compiler.is_compiling()
-        if few and (native := self._native):
+        native = None if torch.compiler.is_compiling() else self._native
+        if native is not None and len(flat) <= native.rows:
             added = None if residual is None else residual.flatten(0, 1)
             chosen = self.route(read) if self.experts.routing is not None else None
             return native(flat, added, None if routed is None else read, chosen).view_as(x)
@@ -173,13 +174,12 @@ class Mixture:
     @cached_property
     def _native(self) -> NativeExperts | None:
         """All experts and the router as the C++ kernels take them; None where they do not."""
-        firsts, lasts = (
-            [m.product for m in held if isinstance(m, Linear) and m.product is not None]
-            for held in (self.gate_up, self.down)
-        )
+        firsts, lasts = sides = [
+            [p for p in map(_of_a_row, held) if p is not None] for held in (self.gate_up, self.down)
+        ]
         experts, count, dtype = self.experts, self.experts.count, self.router.dtype
         whole = len(firsts) == len(lasts) == count
-        if not whole or not NativeExperts.takes(self.router, firsts + lasts, experts.per_token):
+        if not whole or not NativeExperts.takes(self.router, sides, experts.per_token):
             return None
         bias, correction = (None, self.bias) if experts.corrected else (self.bias, None)
         given = experts.per_token, experts.normalise, experts.activation
@@ -189,8 +189,8 @@ class Mixture:
     def _one_row(
         self, flat: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
-        """Run a decode step's experts where they are in few bits or there are no C++ kernels: one
-        activation and one sum for all of them.
+        """Run a decode step's experts where there are no C++ kernels for them: one activation and
+        one sum for all of them.
         """
         numbers = chosen[0].tolist()
         both = torch.cat([self.gate_up[number](flat) for number in numbers])
@@ -253,6 +253,13 @@ class Mixture:
         if self.share is not None:
             shares = shares * self.share[chosen]
         return shares.to(flat.dtype), chosen
+
+
+def _of_a_row(matrix: Matrix) -> Product | FewBits | None:
+    """A matrix as C++ kernels take it that multiply a row by it themselves."""
+    if isinstance(matrix, Linear):
+        return matrix.product
+    return matrix.of_a_row if isinstance(matrix, QuantisedLinear) else None
 
 
 class Stacks:

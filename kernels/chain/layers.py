@@ -16,14 +16,14 @@ from kernels.attention.native import SPLIT, attends, part_floats
 from kernels.attention.scratch import Scratch, ScratchShape, make_scratch
 from kernels.chain.calls import by_calls
 from kernels.chain.layer import NORMS, ChainedLayer, Now, Reading
-from kernels.chain.matrix import FewBits, Held, Matrix, held
+from kernels.chain.matrix import Held, Matrix, held
 from kernels.launch.softmax import PLAIN, Softmax
 from kernels.layer.native_product import Product
 from kernels.layer.native_step import ACTIVATIONS, stores
 from kernels.native.kinds import FLOATS, PACKED, ROWS
 from kernels.native.library import Binding, Case, check, loaded
 from kernels.quant import native as quant
-from kernels.quant.native import Panels
+from kernels.quant.native import FewBits, Panels
 from kernels.quant.rounding import to_int4, to_int8
 from kernels.rows.forms import DTYPES, FORMS
 from kernels.rows.native import packs

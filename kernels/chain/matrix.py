@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
 
 import torch
 
 from kernels.layer.native_product import Product
 from kernels.layer.native_step import normalize_rows
-from kernels.quant.native import Panels, of_one_row
+from kernels.quant.native import FewBits
 from kernels.quant.native import product as few_bits
-
-
-class FewBits(NamedTuple):
-    """A weight [O, I] of few bits in panels, with its bias [O] or None."""
-
-    weight: Panels
-    bias: torch.Tensor | None
-
-    @property
-    def outputs(self) -> int:
-        """O."""
-        return self.weight.shape[0]
-
-    @property
-    def inputs(self) -> int:
-        """I."""
-        return self.weight.shape[1]
-
 
 Matrix = Product | FewBits
 
@@ -48,7 +29,7 @@ def held(
     kept.append(matrix)
     if isinstance(matrix, Product):
         return Held(floats=matrix.address), 0
-    told, floats = of_one_row(matrix.weight, matrix.bias, dtype, out_dtype)
+    told, floats = matrix.told(dtype, out_dtype)
     kept.append(told)
     return Held(few=ctypes.addressof(told)), floats
 

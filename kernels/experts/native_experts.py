@@ -1,5 +1,6 @@
-"""A mixture of experts of floats for a few rows by the C++ kernels, in one call: the router's
-product, the choice, and every chosen expert, each read once as it is stored.
+"""A mixture of experts by the C++ kernels in one call, for a few rows, or for one where experts are
+in few bits: the router's product, the choice, and every chosen expert, each read once as it is
+stored.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from kernels.layer.native_product import Product
 from kernels.layer.native_step import ACTIVATIONS
 from kernels.native.kinds import FLOATS
 from kernels.native.library import Binding, Case, check, loaded
+from kernels.quant.native import FewBits, Panels
+from kernels.quant.native import usable as few_bits_usable
+from kernels.quant.rounding import to_int8
 
 CHOSEN = 64  # experts that a row may choose there
 ROWS = 8  # of a call
@@ -26,7 +30,8 @@ class _Mixture(ctypes.Structure):
     """`Mixture` of mixture.h."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("router", "first", "last", "correction", "factors")),
+        *((name, ctypes.c_void_p) for name in ("router", "first", "last")),
+        *((name, ctypes.c_void_p) for name in ("few_first", "few_last", "correction", "factors")),
         *((name, ctypes.c_int) for name in ("count", "per_token", "normalise", "activation")),
         *((name, ctypes.c_float) for name in ("limit", "alpha")),
     ]
@@ -46,17 +51,17 @@ _BINDING = Binding("mixtures", omnikv_sizeof_mixture=_Mixture, omnikv_sizeof_mix
 
 
 class NativeExperts:
-    """A layer's router [E, H], contiguous, and both products of its E experts, all of floats of one
-    dtype, as the kernels take them. per_token, normalise, activation: as in `mix_experts`
-    (kernels/experts/mix.py). bias [E]: of the router; correction [E]: sigmoids choose then; factors
-    [E]: of each expert's shares.
+    """A layer's router [E, H], contiguous, and both products of its E experts as the kernels take
+    them, for up to `rows` rows: all of floats of one dtype, or the experts in few bits. per_token,
+    normalise, activation: as in `mix_experts` (kernels/experts/mix.py). bias [E]: of the router;
+    correction [E]: sigmoids choose then; factors [E]: of each expert's shares.
     """
 
     def __init__(
         self,
         router: torch.Tensor,
-        first: Sequence[Product],
-        last: Sequence[Product],
+        first: Sequence[Product | FewBits],
+        last: Sequence[Product | FewBits],
         per_token: int,
         normalise: bool,
         activation: Activation = SILU,
@@ -67,21 +72,43 @@ class NativeExperts:
         count, (kind, limit, alpha) = len(first), activation
         self.dtype, self.per_token = router.dtype, per_token
         self._product = Product(router, bias)
-        arrays = [(ctypes.c_void_p * count)(*(p.address for p in held)) for held in (first, last)]
+        told: list[object] = []
+        arrays = [(ctypes.c_void_p * count)(*self._addresses(own, told)) for own in (first, last)]
         wide = [None if t is None else t.float().contiguous() for t in (correction, factors)]
-        self._held = first, last, arrays, wide  # the kernels have their addresses only
+        self._held = first, last, arrays, wide, told  # the kernels have their addresses only
         given = (None if t is None else t.data_ptr() for t in wide)
-        at = (ctypes.addressof(array) for array in arrays)
+        own = [ctypes.addressof(array) for array in arrays]
+        self.rows = 1 if told else ROWS
+        at = (None, None, *own) if told else (*own, None, None)
         numbers = count, per_token, normalise, ACTIVATIONS.index(kind)
         self._mixture = _Mixture(self._product.address, *at, *given, *numbers, limit, alpha)
         self.address = ctypes.addressof(self._mixture)  # of the struct that kernels take
 
+    def _addresses(
+        self, products: Sequence[Product | FewBits], told: list[object]
+    ) -> Iterator[int]:
+        """Where what the kernels read of each product lies; `told` has that of few bits."""
+        for product in products:
+            if isinstance(product, Product):
+                yield product.address
+            else:
+                call, _ = product.told(self.dtype, self.dtype)
+                told.append(call)
+                yield ctypes.addressof(call)
+
     @staticmethod
-    def takes(router: torch.Tensor, products: Sequence[Product], per_token: int) -> bool:
-        """Whether the kernels take this router with these products."""
+    def takes(
+        router: torch.Tensor, sides: Sequence[Sequence[Product | FewBits]], per_token: int
+    ) -> bool:
+        """Whether the kernels take this router with both sides' products: all of floats of its
+        dtype, or each side's in few bits of one form.
+        """
         ours = router.device.type == "cpu" and router.is_contiguous() and router.dtype in FLOATS
-        alike = all(p.dtype == router.dtype for p in products)
-        return ours and alike and per_token <= CHOSEN and _BINDING.usable()
+        floats = [p for side in sides for p in side if isinstance(p, Product)]
+        few = [{p.form for p in side if isinstance(p, FewBits)} for side in sides]
+        alike = all(p.dtype == router.dtype for p in floats)
+        one = not any(few) or (not floats and all(len(forms) == 1 for forms in few))
+        return ours and alike and one and per_token <= CHOSEN and _BINDING.usable()
 
     def __call__(
         self,
@@ -92,7 +119,7 @@ class NativeExperts:
     ) -> torch.Tensor:
         """Run the experts that the rows x [R, H] choose and add residual [R, H]: [R, H].
 
-        At most ROWS rows. routed [R, H]: what the router reads in place of x. chosen: shares and
+        At most `rows` rows. routed [R, H]: what the router reads in place of x. chosen: shares and
         numbers int64, both [R, per_token], where the choice was made elsewhere. Equal logits go to
         the lower number, and a row's choice does not hang on the others. Sums are float32, rounded
         to the dtype after each product, the gate's activation, the activation, the experts' sum
@@ -137,3 +164,25 @@ def _mixtures() -> Iterator[Case]:
                 expected = expected + share * F.linear(middle, last[number].double())
             found = NativeExperts(router, firsts, lasts, taken, True, correction=corrected)
             yield f"a mixture in {dtype}", found(x, residual), expected, dtype
+            if few_bits_usable():
+                yield _in_few_bits(x, residual, router, opened, closed, corrected)
+
+
+def _in_few_bits(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    router: torch.Tensor,
+    opened: torch.Tensor,
+    closed: torch.Tensor,
+    correction: torch.Tensor | None,
+) -> Case:
+    """A mixture whose experts are int8 in whole rows."""
+    sides = [[FewBits(Panels.of(to_int8(w)), None) for w in held] for held in (opened, closed)]
+    firsts, lasts = sides
+    shares, numbers = best_experts(F.linear(x, router), 3, True, correction)
+    expected = residual.double()
+    for share, number in zip(shares[0].to(x.dtype).double(), numbers[0].tolist()):
+        first, last = (side[number].weight.rows(slice(None), torch.float64) for side in sides)
+        expected = expected + share * F.linear(activated(F.linear(x.double(), first)), last)
+    found = NativeExperts(router, firsts, lasts, 3, True, correction=correction)
+    return f"a mixture in few bits in {x.dtype}", found(x, residual), expected, x.dtype

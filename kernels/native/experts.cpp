@@ -7,6 +7,10 @@
 #include "product.h"
 #include "scratch.h"
 
+extern "C" void omnikv_few_bits_together(const Product *ps, int count);
+extern "C" int omnikv_act_rows(const char *made, char *out, int kind, int rows, int inputs, int threads, int activation,
+                               float limit, float alpha);
+
 namespace {
 
 constexpr int CHOSEN = 64;  // experts that a row may choose
@@ -191,19 +195,78 @@ static int run(const Call &c) {
     return 0;
 }
 
+// Experts in few bits, for one row.
+template <class P>
+static int run_few(const Call &c) {
+    typedef typename P::Kind K;
+    typedef typename P::Element Element;
+    static thread_local Scratch scratch;
+    const Mixture &m = *c.mixture;
+    const Product &first = *m.few_first[0], &last = *m.few_last[0];
+    const int hidden = m.router->inputs, ahead = padded<P>(hidden), most = m.per_token;
+    const long floats = few_floats(first) > few_floats(last) ? few_floats(first) : few_floats(last);
+    const long sizes[] = {4l * 2 * m.count, (long)sizeof(Element) * MOST * ahead, (long)K::bytes * most * first.outputs,
+                          (long)K::bytes * most * last.inputs, (long)K::bytes * most * hidden, 4l * most * floats};
+    long total = 0;
+    for (const long size : sizes) total += (size + 63) / 64 * 64;
+    char *at = (char *)scratch.get(total), *parts[6];
+    if (!at) return 2;
+    for (int i = 0; i < 6; i++) parts[i] = at, at += (sizes[i] + 63) / 64 * 64;
+    char *const made = parts[2], *const middle = parts[3], *const ends = parts[4];
+    Element *x = (Element *)parts[1];
+    int numbers[CHOSEN];
+    float shares[CHOSEN];
+    List list;
+
+    prepare<P>(rows_of(m.router, 1, c.routed ? c.routed : c.x), x, ahead);
+    choose_all<P>(c, x, ahead, (float *)parts[0], numbers, shares);
+    list.make(numbers, shares, 1, most, m.count);
+    const bool gated = m.acts.kind == SILU;
+    Product products[CHOSEN];
+    for (int pass = 0; pass < 2; pass++) {
+        for (int i = 0; i < list.count; i++) {
+            Product &p = products[i] = *(pass ? m.few_last : m.few_first)[list.numbers[i]];
+            char *const opened = middle + (long)i * last.inputs * K::bytes;
+            p.x = pass ? opened : c.x;
+            p.out = pass ? ends + (long)i * hidden * K::bytes : gated ? opened : made + (long)i * p.outputs * K::bytes;
+            p.scratch = (float *)parts[5] + i * floats;
+            p.gated = gated && !pass, p.threads = c.threads;
+        }
+        omnikv_few_bits_together(products, list.count);
+        if (!pass && !gated)
+            omnikv_act_rows(made, middle, m.router->kind, list.count, first.outputs, c.threads, m.acts.kind,
+                            m.acts.limit, m.acts.alpha);
+    }
+    for (int o = 0; o < hidden; o += W) {
+        Floats sum = {};
+        for (int i = 0; i < list.count; i++) {
+            const Floats part = read_some<K>(ends + (long)i * hidden * K::bytes, o, hidden - o);
+            for (int pair = list.first[i]; pair < list.first[i + 1]; pair++) sum += list.share[pair] * part;
+        }
+        if (c.residual) sum = read_some<K>(c.residual, o, hidden - o) + Kept<K>::rounded(sum);
+        write_some<K>(c.out, o, hidden - o, sum);
+    }
+    return 0;
+}
+
+template <class P>
+static int any(const Call &c) {
+    return c.mixture->few_first ? run_few<P>(c) : run<P>(c);
+}
+
 }  // namespace
 
-// Returns 0, 1 for a kind that this build lacks, or 2 without memory.
+// Experts in few bits take one row. Returns 0, 1 for a kind that this build lacks, or 2 without memory.
 extern "C" int omnikv_mixture(const Call *c) {
     const int kind = c->mixture->router->kind;
-    if (kind == FLOAT32) return run<Each<Float32>>(*c);
+    if (kind == FLOAT32) return any<Each<Float32>>(*c);
 #if defined(HAS_PAIRS)
-    if (kind == BFLOAT16) return run<Pairs>(*c);
+    if (kind == BFLOAT16) return any<Pairs>(*c);
 #else
-    if (kind == BFLOAT16) return run<Each<BFloat16>>(*c);
+    if (kind == BFLOAT16) return any<Each<BFloat16>>(*c);
 #endif
 #if defined(HAS_FLOAT16)
-    if (kind == FLOAT16) return run<Each<Float16>>(*c);
+    if (kind == FLOAT16) return any<Each<Float16>>(*c);
 #endif
     return 1;
 }

@@ -10,6 +10,7 @@
 namespace {
 
 constexpr int FEW = W == 16 ? 8 : 4;  // rows that share a panel's floats
+constexpr int MOST_TOGETHER = 64;
 
 // ---- a few rows
 
@@ -104,6 +105,31 @@ static void few_rows(const Product &p) {
     for (int row = 0; row < p.rows; row++) {
         const float *sums = p.scratch + row * ahead + padded + folds;
         finish(p, row, sums, sums + p.outputs / 2, 0, p.gated ? p.outputs / 2 : p.outputs);
+    }
+}
+
+// One row each of products that differ in x and in what they point to alone: all panels are shared at once.
+template <int BITS, class S>
+static void together(const Product *ps, int count) {
+    const Product &p = ps[0];
+    const int padded = (p.words * (32 / BITS) + LANES - 1) / LANES * LANES, folds = (padded + p.fold - 1) / p.fold;
+    const int panels = (p.outputs + LANES - 1) / LANES;
+    const float *prepared[MOST_TOGETHER];
+    for (int i = 0; i < count; i++) {
+        const bool again = i && ps[i].x == ps[i - 1].x;
+        prepared[i] = again ? prepared[i - 1] : ps[i].scratch;
+        if (!again) prepare(ps[i], 0, padded, ps[i].scratch, ps[i].scratch + padded);
+    }
+    const long bytes = (long)LANES * p.words * 4;
+    share(p.threads, (long)count * panels, bytes < PIECE ? PIECE / bytes : 1, [&](long work) {
+        const int i = work / panels, panel = work % panels;
+        const float *x[] = {prepared[i]}, *sums[] = {prepared[i] + padded};
+        float *out[] = {ps[i].scratch + padded + folds + (long)panel * LANES};
+        multiply_panel<BITS, S, 1>(ps[i], panel, x, sums, out);
+    });
+    for (int i = 0; i < count; i++) {
+        const float *sums = ps[i].scratch + padded + folds;
+        finish(ps[i], 0, sums, sums + p.outputs / 2, 0, p.gated ? p.outputs / 2 : p.outputs);
     }
 }
 
@@ -271,12 +297,27 @@ static void multiply(const Product &p, int many) {
 #endif
 }
 
+template <int BITS>
+static void together(const Product *ps, int count) {
+    if (ps->scale_kind == FLOAT32) together<BITS, Float32>(ps, count);
+    else if (ps->scale_kind == BFLOAT16) together<BITS, BFloat16>(ps, count);
+#if defined(HAS_FLOAT16)
+    else together<BITS, Float16>(ps, count);
+#endif
+}
+
 }  // namespace
 
 // many: by tiles of rows; SwiGLU is not for those
 extern "C" void omnikv_few_bits(const Product *p, int many) {
     if (p->bits == 8) multiply<8>(*p, many);
     else multiply<4>(*p, many);
+}
+
+// Products of one row each, at most MOST_TOGETHER, of one form and size.
+extern "C" void omnikv_few_bits_together(const Product *ps, int count) {
+    if (ps->bits == 8) together<8>(ps, count);
+    else together<4>(ps, count);
 }
 
 extern "C" int omnikv_sizeof_few_bits() { return sizeof(Product); }

@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int LANES = 16, VECTORS = LANES / W;
+constexpr int VECTORS = LANES / W;
 constexpr int AHEAD = 8192;  // bytes between the word that is read and the one that is fetched
 constexpr int SCALES_AHEAD = 1024;
 

@@ -2,12 +2,14 @@
 #pragma once
 #include "activation.h"
 #include "matrix.h"
+#include "panels.h"
 
 namespace {
 
 struct Mixture {
     const Matrix *router;               // [count, hidden], with its bias
     const Matrix *const *first, *const *last;  // of each expert
+    const Product *const *few_first, *const *few_last;  // in place of those, in few bits, or NULL
     const float *correction, *factors;  // [count] or NULL: added to the sigmoids that rank; of shares
     int count, per_token, normalise;
     Activation acts;

@@ -4,6 +4,8 @@
 
 namespace {
 
+constexpr int LANES = 16;  // outputs of a panel
+
 struct Product {
     const void *x;                 // [rows][inputs]
     const int32_t *values;         // [panels][words][LANES]
@@ -14,5 +16,11 @@ struct Product {
     int rows, outputs, inputs, words, group, fold, bits, zero;
     int kind, scale_kind, bias_kind, out_kind, gated, threads;
 };
+
+// Floats of scratch that one row takes.
+inline long few_floats(const Product &p) {
+    const long padded = (p.words * (32 / p.bits) + LANES - 1) / LANES * LANES;
+    return padded + (padded + p.fold - 1) / p.fold + (p.outputs + LANES - 1) / LANES * LANES;
+}
 
 }  // namespace

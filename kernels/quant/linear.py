@@ -35,7 +35,14 @@ from kernels.launch.isa import multiplies
 from kernels.launch.triton import HAVE_TRITON
 from kernels.layer.gemv import MOST_ROWS
 from kernels.quant.matrix import BLOCK, Quantised, blocks
-from kernels.quant.native import Panels, held_as_panels, multiply_panels, panel_bytes, usable
+from kernels.quant.native import (
+    FewBits,
+    Panels,
+    held_as_panels,
+    multiply_panels,
+    panel_bytes,
+    usable,
+)
 from kernels.quant.product import multiply_words
 from kernels.quant.torch_forms.int4_tiles import Tiles, tile_rows, works
 from kernels.quant.torch_forms.int8_digits import TwoDigits, digit_bytes, fbgemm_probe, vnni_probe
@@ -291,6 +298,13 @@ class QuantisedLinear:
         if self.bias is not None:
             out = out + self.bias
         return out.to(x.dtype).view(*x.shape[:-1], self.shape[0])
+
+    @property
+    def of_a_row(self) -> FewBits | None:
+        """The weight as C++ kernels take it that multiply a row by it themselves; None: none do."""
+        if not self.native or self.permutation is not None or self.panels is None:
+            return None
+        return FewBits(self.panels, self.bias)
 
     def on_torch(self) -> QuantisedLinear:
         """Return the same weight, of the same memory, multiplied by torch's operators alone."""

@@ -13,6 +13,7 @@ import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -184,6 +185,42 @@ def product(
     return _run(how, x, weight, bias, residual, gated, out_dtype)
 
 
+class FewBits(NamedTuple):
+    """A weight [O, I] in panels with its bias [O] or None, for kernels that multiply one row by it
+    themselves.
+    """
+
+    weight: Panels
+    bias: torch.Tensor | None
+
+    @property
+    def outputs(self) -> int:
+        """O."""
+        return self.weight.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        """I."""
+        return self.weight.shape[1]
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What all of several have in common that multiply together."""
+        weight = self.weight
+        offsets = weight.offsets is None or weight.offsets.dtype
+        return weight.kind, weight.shape, weight.group, weight.scales.dtype, offsets
+
+    def told(self, dtype: torch.dtype, out_dtype: torch.dtype) -> tuple[ctypes.Structure, int]:
+        """`Product` of panels.h for a row of a dtype, which has addresses of weight and bias only
+        and lacks x, residual, out, scratch, gated and threads; and the floats of scratch that it
+        takes.
+        """
+        weight = self.weight
+        fold = _fold(weight.group, weight.shape[1], PARTS[weight.kind])
+        call = _told(weight, self.bias, 1, dtype, out_dtype, False, fold)
+        return call, _room("few", weight, 1, fold)
+
+
 def _how(dtype: torch.dtype, weight: Panels, rows: int, tiled: bool | None) -> str:
     """What multiplies `rows` rows of a dtype: "few" or "many" by floats, "integers" or "tiles" in
     16 bits, "rounded" in 8, or "torch" where that is not right here.
@@ -248,18 +285,6 @@ def _told(
         FLOATS[dtype], FLOATS[weight.scales.dtype], 0 if bias is None else FLOATS[bias.dtype],
         FLOATS[out_dtype], gated, torch.get_num_threads(),
     )  # fmt: skip
-
-
-def of_one_row(
-    weight: Panels, bias: torch.Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype
-) -> tuple[ctypes.Structure, int]:
-    """`product` of one row of a dtype as another kernel calls it: `Product` of panels.h, which has
-    addresses of weight and bias only and lacks x, residual, out, scratch, gated and threads; and
-    the floats of scratch that it takes.
-    """
-    fold = _fold(weight.group, weight.shape[1], PARTS[weight.kind])
-    told = _told(weight, bias, 1, dtype, out_dtype, False, fold)
-    return told, _room("few", weight, 1, fold)
 
 
 def _room(how: str, weight: Panels, rows: int, fold: int) -> int:

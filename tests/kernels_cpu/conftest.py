@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 
 import pytest
+import torch
 
 from kernels.native.library import missing
 from tests.no_compiler import no_compiler
@@ -22,3 +23,11 @@ def torch_form():
     """Run a test in torch's form."""
     with no_compiler():
         yield
+
+
+@pytest.fixture
+def set_threads():
+    """Sets the number of threads; the test's end brings it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -15,6 +15,8 @@ from kernels.experts.native_experts import _BINDING, NativeExperts
 from kernels.experts.open import Activation, activated
 from kernels.layer.native_product import Product
 from kernels.layer.native_step import ACTIVATIONS
+from kernels.quant.native import FewBits, Panels
+from kernels.quant.rounding import to_int4, to_int8
 
 pytestmark = pytest.mark.skipif(not _BINDING.usable(), reason="no C++ kernels here")
 
@@ -154,3 +156,66 @@ def test_nan_and_infinity_come_through():
             clean.first[number] = float("nan")
             clean.last[number] = float("inf")
     assert NativeExperts(clean.router, *clean.products, 2, True)(clean.x).isfinite().all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    count=st.sampled_from([1, 2, 7, 16, 65]),
+    taken=st.integers(1, 9),
+    hidden=st.sampled_from([16, 48, 64, 96]),
+    width=st.sampled_from([16, 32, 40, 80]),
+    dtype=st.sampled_from(DTYPES),
+    form=st.sampled_from([("int8", 0), ("int8", 16), ("int4", 8), ("int4", 16)]),
+    kind=st.sampled_from(ACTIVATIONS),
+    biases=st.booleans(),
+    corrected=st.booleans(),
+    elsewhere=st.booleans(),
+    residual=st.booleans(),
+)
+def test_experts_in_few_bits_err_no_more_than_twice_torchs(
+    seed, count, taken, hidden, width, dtype, form, kind, biases, corrected, elsewhere, residual
+):
+    """Against float64 of the same rounded weights; by any number of threads the same bits."""
+    (name, group), taken = form, min(taken, count)
+    if width % (group or 1) or hidden % (group or 1):
+        width, hidden = 48, 64
+    case = Case(seed, count, taken, hidden, width, dtype, KINDS[kind], biases)
+    sides = []
+    for weights, bias in ((case.first, case.first_bias), (case.last, case.last_bias)):
+        few = [to_int8(w, group or None) if name == "int8" else to_int4(w, group) for w in weights]
+        sides.append([FewBits(Panels.of(w), b) for w, b in zip(few, bias)])
+    case.first, case.last = (
+        torch.stack([one.weight.rows(slice(None), torch.float64) for one in side]) for side in sides
+    )
+    assert NativeExperts.takes(case.router, sides, taken)
+    correction = case.correction if corrected else None
+    mixture = NativeExperts(
+        case.router, *sides, taken, True, KINDS[kind], case.router_bias, correction
+    )
+    assert mixture.rows == 1
+    _, shares, numbers = case.choice(True, case.x, corrected, True)
+    shares = shares.to(dtype)
+    added = case.residual if residual else None
+    found = mixture(case.x, added, chosen=(shares, numbers) if elsewhere else None)
+    exact, own = (case.sum(shares, numbers, added, kept) for kept in (torch.float64, dtype))
+    limit = 2 * (own.double() - exact).abs().max() + 8 * torch.finfo(dtype).eps * exact.abs().max()
+    assert (found.double() - exact).abs().max() <= limit + 1e-6
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        again = mixture(case.x, added, chosen=(shares, numbers) if elsewhere else None)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(again, found)
+
+
+def test_experts_of_several_forms_are_not_taken():
+    case = Case(0, 3, 2, 64, 32, torch.float32, KINDS["silu"], False)
+    eight = [FewBits(Panels.of(to_int8(w)), None) for w in case.first]
+    four = [FewBits(Panels.of(to_int4(w, 16)), None) for w in case.last]
+    assert NativeExperts.takes(case.router, [eight, four], 2)  # each side is of one
+    assert not NativeExperts.takes(case.router, [[*eight[:2], four[0]], four], 2)
+    assert not NativeExperts.takes(case.router, [eight, case.products[1]], 2)
+    assert NativeExperts.takes(case.router, case.products, 2)
+    assert not NativeExperts.takes(case.router.half(), case.products, 2)

@@ -50,12 +50,13 @@ def test_steps_of_any_width_are_the_loop(shape, threads):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("count", [1, 2, 7, 63, 64, 65, 128, 131, 200])
-def test_a_prompt_is_the_loop_over_its_tokens(count, shape, threads):
+def test_a_prompt_is_the_loop_over_its_tokens(count, shape, set_threads):
     given = inputs(count, shape, batch=2)
     out, added, states = loop(*given)
     assert native_ssd.takes_chunk(*given[:3], given[-1])
     before = given[-1].clone()
-    for keep in {0, 1, min(count, 8), min(count, 66), count}:
+    for threads, keep in itertools.product((1, 2), {0, 1, min(count, 8), min(count, 66), count}):
+        set_threads(threads)
         found, state, tail = ssd_chunk(*given, keep, "native")
         assert off(found, out) < 5e-6
         assert off(state, states[count - keep]) < 5e-6

@@ -9,7 +9,7 @@ import torch
 from engine.model.llama import Layer
 from engine.model.llama import Matrix as AnyMatrix
 from kernels.chain.layer import ChainedLayer
-from kernels.chain.matrix import FewBits, Matrix
+from kernels.chain.matrix import Matrix
 from kernels.layer.linear import Linear
 from kernels.layer.native_step import ACTIVATIONS
 from kernels.quant.linear import QuantisedLinear
@@ -50,10 +50,7 @@ def taken(matrix: AnyMatrix | None, dtype: torch.dtype) -> Matrix | None:
     """A matrix as a chain takes it, for one row of x of a dtype; None: it takes it not."""
     if not isinstance(matrix, Linear | QuantisedLinear) or matrix.dtype != dtype:
         return None
-    if isinstance(matrix, Linear):
-        return matrix.product
-    native = matrix.native and matrix.permutation is None
-    return FewBits(matrix.panels, matrix.bias) if native and matrix.panels is not None else None
+    return matrix.product if isinstance(matrix, Linear) else matrix.of_a_row
 
 
 def _known(layer: Layer) -> bool:

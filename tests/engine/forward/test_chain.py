@@ -76,10 +76,16 @@ CASES = {
         ALL,
     ),
     "experts": (SPARSE, MIXTURE, {"dtype": "bfloat16"}, ALL),
+    "experts in int8": (SPARSE, {**WIDER, **MIXTURE}, {"weights": "int8"}, ALL),
+    "experts in int4": (
+        SPARSE,
+        {**WIDER, **MIXTURE, "moe_intermediate_size": 64},
+        {"weights": "int4", "dtype": "bfloat16"},
+        ALL,
+    ),
     # more than such a call does
     "int8 rows of half a vector": (SPARSE, {"head_dim": 24}, {"bank": "int8"}, {}),
     "rows in host memory": (SPARSE, {}, {"offload": "host"}, {}),
-    "experts in few bits": (SPARSE, {**WIDER, **MIXTURE}, {"weights": "int8"}, {}),
     "the reference": (SPARSE, {}, {"backend": "reference"}, {}),
     "torch's operators": (SPARSE, {}, {"backend": "cpu"}, {}),
 }
