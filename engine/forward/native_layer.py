@@ -267,12 +267,11 @@ class NativeLayer:
             return self._added(layer, layer.mixture(y), layer.down_norm, x)
         if layer.gate_up is None or layer.down is None or layer.mixture is not None:
             return through_mlp(layer, x, eps)
-        gated = block.activation == "silu" and block.gate == 1.0 and layer.cut is None
+        plain = block.gate == 1.0 and layer.cut is None
+        gated = plain and block.activation == "silu"
         mixed = multiply(x, layer.gate_up, layer.post_norm, eps, gated=gated, offset=offset)
-        if not gated and block.gate == 1.0 and layer.cut is None:
-            mixed = act_rows(mixed, block.activation)
-        elif not gated:
-            mixed = activated_mlp(mixed, layer)
+        if not gated:
+            mixed = act_rows(mixed, block.activation) if plain else activated_mlp(mixed, layer)
         if block.down == 1.0:
             return self._through(layer, mixed, layer.down, layer.down_norm, x)
         return self._added(layer, multiply(mixed, layer.down) * block.down, layer.down_norm, x)

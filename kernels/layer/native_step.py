@@ -105,8 +105,8 @@ def normalize_rows(
 
 
 def stores(rows: torch.dtype, dtype: torch.dtype, dim: int) -> bool:
-    """Whether `rotate_store` writes rows of a dtype for heads of `dim` elements of another: of the
-    same, or packed.
+    """Whether `rotate_store` writes rows of a dtype, [.., dim] or packed [.., bytes], for heads of
+    `dim` elements of another dtype: the same, or one of packed rows.
     """
     return rows == dtype or packs(rows, dim)
 
@@ -139,8 +139,10 @@ def rotate_store(
     batch, queries, _, dim = qkv.shape
     kv_heads, slots, heads = 0 if bank_k is None else bank_k.shape[1], ring.shape[1], ring.shape[2]
     out = torch.empty(batch, queries, heads, dim, dtype=qkv.dtype)
-    packed = bank_k is not None and bank_k.dtype in PACKED
-    widths = [0 if rows is None else rows.shape[-1] for rows in (bank_k, bank_v)]
+    packed: tuple[int, ...] = (0, 0, 0)
+    if bank_k is not None and bank_k.dtype in PACKED:
+        widths = (0 if rows is None else rows.shape[-1] for rows in (bank_k, bank_v))
+        packed = PACKED[bank_k.dtype], *widths
     call = _Call(
         qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(),
         *(None if rows is None else rows.data_ptr() for rows in (bank_k, bank_v)),
@@ -149,7 +151,7 @@ def rotate_store(
         batch, queries, heads, kv_heads, dim, cos.shape[-1], slots, *(twice or (0, 0)),
         eps, *(None if norm is None else norm.data_ptr() for norm in norms or (None, None)),
         offset is not None, offset or 0.0, unit and bank_v is not None,
-        *((PACKED[bank_k.dtype], *widths) if packed and bank_k is not None else (0, 0, 0)),
+        *packed,
     )  # fmt: skip
     _functions()["rotate_store"](ctypes.byref(call), FLOATS[qkv.dtype])
     return out

@@ -13,7 +13,7 @@ extern "C" int omnikv_act_rows(const char *made, char *out, int kind, int rows, 
 
 namespace {
 
-constexpr int CHOSEN = 64;  // experts that a row may choose
+constexpr int CHOSEN = TOGETHER;  // experts that a row may choose
 
 typedef MixtureCall Call;
 

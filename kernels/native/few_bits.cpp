@@ -10,7 +10,6 @@
 namespace {
 
 constexpr int FEW = W == 16 ? 8 : 4;  // rows that share a panel's floats
-constexpr int MOST_TOGETHER = 64;
 
 // ---- a few rows
 
@@ -82,7 +81,7 @@ static void few_rows(const Product &p) {
     const int padded = (p.words * (32 / BITS) + LANES - 1) / LANES * LANES;
     const int folds = (padded + p.fold - 1) / p.fold;
     const int panels = (p.outputs + LANES - 1) / LANES;
-    const long ahead = padded + folds + (long)panels * LANES;
+    const long ahead = few_floats(p);
     for (int row = 0; row < p.rows; row++)
         prepare(p, row, padded, p.scratch + row * ahead, p.scratch + row * ahead + padded);
     const long bytes = (long)LANES * p.words * 4;
@@ -114,7 +113,7 @@ static void together(const Product *ps, int count) {
     const Product &p = ps[0];
     const int padded = (p.words * (32 / BITS) + LANES - 1) / LANES * LANES, folds = (padded + p.fold - 1) / p.fold;
     const int panels = (p.outputs + LANES - 1) / LANES;
-    const float *prepared[MOST_TOGETHER];
+    const float *prepared[TOGETHER];
     for (int i = 0; i < count; i++) {
         const bool again = i && ps[i].x == ps[i - 1].x;
         prepared[i] = again ? prepared[i - 1] : ps[i].scratch;
@@ -314,7 +313,7 @@ extern "C" void omnikv_few_bits(const Product *p, int many) {
     else multiply<4>(*p, many);
 }
 
-// Products of one row each, at most MOST_TOGETHER, of one form and size.
+// Products of one row each, at most TOGETHER, of one form and size.
 extern "C" void omnikv_few_bits_together(const Product *ps, int count) {
     if (ps->bits == 8) together<8>(ps, count);
     else together<4>(ps, count);

@@ -191,7 +191,8 @@ static int run(const Step &s, const Layer &l, const char *x) {
 
 }  // namespace
 
-// Layers first .. stop - 1, and the head where logits are asked for. Returns 0, 1 for a kind that this build lacks, or 2 without memory.
+// Layers first .. stop - 1, and the head where logits are asked for. Returns 0, 1 for a kind that this build lacks,
+// or 2 without memory.
 extern "C" int omnikv_layers(const Step *s, int first, int stop) {
     const char *x = s->x;
     for (int i = first; i < stop; i++, x = s->out)

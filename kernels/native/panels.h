@@ -4,7 +4,8 @@
 
 namespace {
 
-constexpr int LANES = 16;  // outputs of a panel
+constexpr int LANES = 16;     // outputs of a panel
+constexpr int TOGETHER = 64;  // products of one row that run at once, at most
 
 struct Product {
     const void *x;                 // [rows][inputs]

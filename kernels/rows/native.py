@@ -15,12 +15,18 @@ from kernels.native.library import Binding, loaded
 from kernels.rows.transform_size import query_factor, run_length
 
 LANES = 16  # rows are whole vectors
-LONGEST = 1024  # elements of a row
+LONGEST, LONGEST_INT4 = 1024, 256  # elements of a row
 
 
 # each module that rounds or transforms adds what its own operators give
 INT8, INT4, FP8 = Binding("int8 rows"), Binding("int4 rows"), Binding("fp8 rows")
 TRANSFORM = Binding("the Hadamard transform")
+# of packed rows of a dtype: what rounds them, and the elements that it takes at most
+_PACKING = {
+    torch.int8: (INT8, LONGEST),
+    torch.uint8: (INT4, LONGEST_INT4),
+    torch.float8_e4m3fn: (FP8, LONGEST),
+}
 
 
 def takes(binding: Binding, x: torch.Tensor) -> bool:
@@ -32,9 +38,8 @@ def takes(binding: Binding, x: torch.Tensor) -> bool:
 
 
 def packs(rows: torch.dtype, dim: int) -> bool:
-    """Whether the C++ kernels round rows of `dim` elements into packed rows of a dtype."""
-    binding = {torch.int8: INT8, torch.uint8: INT4, torch.float8_e4m3fn: FP8}.get(rows)
-    most = LONGEST // 4 if rows == torch.uint8 else LONGEST
+    """Whether the C++ kernels round rows [.., dim] into packed rows [.., bytes] of a dtype."""
+    binding, most = _PACKING.get(rows, (None, 0))
     if binding is None or dim % LANES or dim > most:
         return False
     return binding.usable() and TRANSFORM.usable()

@@ -32,7 +32,6 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 EPS = 1e-5
-
 WIDE = "avx512", "avx512_bf16", "amx"  # vectors of 16: a row has the bits that it has alone
 
 
@@ -289,9 +288,8 @@ def test_rows_in_few_bits_are_those_of_floats_that_are_rounded(
     for side, rows, packed in zip(sides, plain, held):
         same = as_bytes(side.pack(rows)).view(torch.uint8).transpose(1, 2)
         for at in range(40):
-            assert torch.equal(
-                packed[0, at], same[0, at] if at in written else packed[0, at] * 0 + 7
-            )
+            still = torch.full_like(packed[0, at], 7)
+            assert torch.equal(packed[0, at], same[0, at] if at in written else still)
         assert (packed[1] != 7).any()
 
 

@@ -113,7 +113,7 @@ class LayerChain:
         if weights is None or not kv_heads:
             return None
         reading, ring = runtime.chained(number), self._ring.of(number)
-        if reading is None or weights.keywords["qkv"].outputs != (heads + 2 * kv_heads) * dim:
+        if reading is None:
             return None
         k, v, _ = bank.step_rows(number)
         k, v, softmax = k[0], v[0], runtime.softmax[number]
@@ -121,7 +121,7 @@ class LayerChain:
             return None
         window = bank.window_ring(number)
         seen, held_rows = (0, 0) if window is None else (window.window, window.size)
-        return weights(
+        found = weights(
             k=k,
             v=v,
             ring=ring[0],
@@ -133,3 +133,5 @@ class LayerChain:
             size=held_rows,
             angles=angles,
         )
+        whole = found.qkv.outputs == (heads + 2 * kv_heads) * dim
+        return found if whole else None  # else layers take k for v

@@ -83,6 +83,7 @@ CASES = {
         {"weights": "int4", "dtype": "bfloat16"},
         ALL,
     ),
+    "int8 weights of 48 columns": (SPARSE, {}, {"weights": "int8"}, {}),
     # more than such a call does
     "int8 rows of half a vector": (SPARSE, {"head_dim": 24}, {"bank": "int8"}, {}),
     "rows in host memory": (SPARSE, {}, {"offload": "host"}, {}),

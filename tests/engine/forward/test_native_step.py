@@ -123,28 +123,19 @@ def test_gates_wide_norms_and_recurrent_layers_say_what_they_say_on_torchs_opera
 
 @pytest.mark.parametrize("fields", FAMILIES, ids=lambda fields: fields["model_type"])
 def test_families_say_in_16_bits_what_they_say_on_torchs_operators(fields):
-    """To a share of the largest logit: both round, at other places of long sums. Where torch's own
-    are further than that from float32's, ours are at most twice as far.
-    """
+    """To a share of the largest logit: both round, at other places of long sums."""
     if "num_experts_per_tok" in fields:  # all of them: scores that nearly tie choose either way
         fields = {**fields, "num_experts_per_tok": 6}
-    llm, wide = (
-        tiny_llm(Full(), session_config(**fields), dtype=dtype) for dtype in ("bfloat16", "float32")
-    )
-    session, exact = llm.session(), wide.session()
+    llm = tiny_llm(Full(), session_config(**fields), dtype="bfloat16")
+    session = llm.session()
     assert type(session.runner.halves) is NativeLayer
     session.prefill(random_ids(90))
-    exact.prefill(random_ids(90))
     twin = session.fork()
-    for one in (twin, exact):
-        one.set_backend("cpu")
-        assert type(one.runner.halves) is TorchLayer
+    twin.set_backend("cpu")
+    assert type(twin.runner.halves) is TorchLayer
     for token in (7, 8, 9):
-        found, wanted, true = (one.decode(token) for one in (session, twin, exact))
-        limit, own = 5e-2 * wanted.abs().max(), (wanted - true).abs().max()
-        if own <= limit:
-            assert (found - wanted).abs().max() <= limit
-        assert (found - true).abs().max() <= limit + 2 * own
+        found, wanted = session.decode(token), twin.decode(token)
+        assert (found - wanted).abs().max() <= 5e-2 * wanted.abs().max()
 
 
 def test_sessions_of_a_batch_say_what_they_say_alone():
